@@ -12,25 +12,25 @@ PACKAGE = Path(manyhands.__file__).parent
 TESTS = Path(__file__).parent
 # By folder: lines that it may have, and the aim for later work. Words are the files beside the folders.
 FOLDERS = {
-    "audit": (3_590, 3_500),
-    "backends": (9_845, 9_500),
-    "book": (1_675, 1_200),
+    "audit": (3_580, 3_500),
+    "backends": (9_455, 9_500),
+    "book": (1_680, 1_200),
     "cli": (1_655, 1_400),
     "forecast": (1_680, 1_500),
     "lab": (1_950, 1_600),
-    "parallel": (1_860, 1_900),
+    "parallel": (1_830, 1_900),
     "placement": (700, 900),
-    "schedule": (1_390, 1_400),
+    "schedule": (1_380, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (26_030, 21_000),
+    "training": (25_800, 21_000),
     "words and modules": (1_440, 1_400),
 }
-FILES = (343, 320)  # of Python
+FILES = (320, 320)  # of Python
 CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
-ENGINE = (5_355, 5_000)
+ENGINE = (4_985, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (40_180, 37_000)  # without the auditor's corpus
+TEST_LINES = (40_080, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

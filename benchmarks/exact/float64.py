@@ -29,7 +29,7 @@ from torch.fx import Interpreter, Node
 
 from exact.exactness import CannotBeExact, Distance, Verdict, judge
 from exact.float64_attention import attention, is_attention
-from manyhands.addresses import joined
+from manyhands.addresses import join
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
 from manyhands.backends.torch.compat import tree_leaves, tree_map
@@ -185,7 +185,7 @@ def _widened(tensors: dict[int, torch.Tensor], whole: bool) -> dict[int, torch.T
     for tensor in tensors.values():
         groups.setdefault(compat.memory_id(tensor), []).append(tensor)
     spans = [span for group in groups.values() if (span := span_of(group[0])) is not None]
-    if len(joined(spans)) < len(spans):
+    if len(join(spans)) < len(spans):
         raise CannotBeExact("two tensors share memory, and PyTorch does not know it (from_numpy)")
     copies: dict[int, torch.Tensor] = {}
     for group in groups.values():

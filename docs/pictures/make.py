@@ -143,7 +143,7 @@ def of_the_lab(path: Path) -> None:
 def of_lanes(path: Path) -> None:
     torch.set_num_threads(1)
     branches = planned(8, 5)
-    path.write_text(picture(branches.simulated(), simulate(branches.forecast(devices=4, lanes=1).schedule)))
+    path.write_text(picture(branches.simulate(), simulate(branches.forecast(devices=4, lanes=1).schedule)))
 
 
 def of_a_graph(path: Path) -> None:

@@ -48,7 +48,7 @@ class Same:
         return id(self.value)
 
 
-class Span(NamedTuple):
+class AddressRange(NamedTuple):
     """A range of addresses; the end is excluded."""
 
     start: int
@@ -60,25 +60,25 @@ def share(memories: Iterable[Hashable], held: Set[Hashable]) -> bool:
     for memory in memories:
         if memory in held:
             return True
-        if type(memory) is Span and any(
-            memory.start < other.end and other.start < memory.end for other in held if type(other) is Span
+        if type(memory) is AddressRange and any(
+            memory.start < other.end and other.start < memory.end for other in held if type(other) is AddressRange
         ):
             return True
     return False
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def join(spans: Iterable[AddressRange]) -> list[AddressRange]:
     """The same memory as sorted spans; overlapping spans are merged."""
-    merged: list[Span] = []
+    merged: list[AddressRange] = []
     for span in sorted(spans):
         if merged and span.start < merged[-1].end:
-            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+            merged[-1] = AddressRange(merged[-1].start, max(merged[-1].end, span.end))
         else:
             merged.append(span)
     return merged
 
 
-def content(span: Span, whole: int, blocks: int) -> bytes:
+def content(span: AddressRange, whole: int, blocks: int) -> bytes:
     """The content of this memory: all of it up to ``whole`` bytes, else ``blocks`` blocks at equal distances."""
     size = span.end - span.start
     if size <= whole:
@@ -93,27 +93,27 @@ def is_array(value: object) -> bool:
     return isinstance(value, _BUFFERS) or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
-def span_of(array: Any) -> Span | None:
+def span_of(array: Any) -> AddressRange | None:
     """The addresses of a NumPy array or a buffer; None if it has no bytes, or is a buffer that cannot be written to."""
     return _span_of_buffer(array) if isinstance(array, _BUFFERS) else _span_of_array(array)
 
 
-def _span_of_array(array: Any) -> Span | None:
+def _span_of_array(array: Any) -> AddressRange | None:
     """The addresses of a NumPy array, from its first byte to its last; None if it has no bytes."""
     start, size = array.ctypes.data, array.nbytes
     if not size:
         return None
     if array.flags.forc:
-        return Span(start, start + size)
+        return AddressRange(start, start + size)
     reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     below, above = sum(step for step in reach if step < 0), sum(step for step in reach if step > 0)
-    return Span(start + below, start + above + array.itemsize)
+    return AddressRange(start + below, start + above + array.itemsize)
 
 
-def _span_of_buffer(buffer: Any) -> Span | None:
+def _span_of_buffer(buffer: Any) -> AddressRange | None:
     """The addresses of a ``bytearray``, ``array`` or ``memoryview``; None if it cannot be written to."""
     with memoryview(buffer) as view:
         if view.readonly or not view.nbytes or not view.c_contiguous:
             return None
         start = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        return Span(start, start + view.nbytes)
+        return AddressRange(start, start + view.nbytes)

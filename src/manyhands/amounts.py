@@ -9,12 +9,12 @@ from numbers import Real
 from typing import Any
 
 
-def counted(number: float, name: str, plural: str = "") -> str:
+def count_of(number: float, name: str, plural: str = "") -> str:
     """A number of things: each text with a count in it is right for one, too.
 
-    >>> counted(1, "wait"), counted(3, "wait"), counted(0, "copy", "copies"), counted(60000, "sample")
+    >>> count_of(1, "wait"), count_of(3, "wait"), count_of(0, "copy", "copies"), count_of(60000, "sample")
     ('1 wait', '3 waits', '0 copies', '60,000 samples')
-    >>> counted(1.0, "second"), counted(0.5, "second")
+    >>> count_of(1.0, "second"), count_of(0.5, "second")
     ('1 second', '0.5 seconds')
     """
     shown = f"{number:g}" if isinstance(number, float) else f"{number:,}"
@@ -42,7 +42,7 @@ def bytes_in_words(count: float) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
-    return counted(round(count), "byte")
+    return count_of(round(count), "byte")
 
 
 # As a user writes them: "1h30m", "8GB", "500 steps"

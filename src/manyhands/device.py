@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadDevice, DuplicateDevices, NoSuchDevice, VirtualDevicesError
 
 Kind = Literal["cpu", "gpu", "virtual"]
@@ -98,7 +98,7 @@ def no_such_device(framework: str, device: Device, gpus: Iterable[Device]) -> No
 
 def too_late_for_virtual_devices(framework: str, starter: str, count: int) -> VirtualDevicesError:
     return VirtualDevicesError(
-        f"it is too late to make {counted(count, 'virtual device')}: {framework}'s runtime has started ({starter} "
+        f"it is too late to make {count_of(count, 'virtual device')}: {framework}'s runtime has started ({starter} "
         f"starts it). Set MANYHANDS_VIRTUAL_DEVICES={count} before Python starts, or call mh.virtual_devices({count}) "
         f"before {starter}"
     )

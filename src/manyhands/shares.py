@@ -13,7 +13,7 @@ import numbers
 from collections.abc import Sequence
 from fractions import Fraction
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadShares
 
 
@@ -27,7 +27,7 @@ def check(shares: Sequence[float], count: int | None = None) -> list[Fraction]:
     except TypeError:
         raise BadShares(f"shares={shares!r}: give a list with one number per device, as [0.7, 0.3]") from None
     if count is not None and len(values) != count:
-        raise BadShares(f"{counted(len(values), 'share')} for {counted(count, 'device')}: give one share per device")
+        raise BadShares(f"{count_of(len(values), 'share')} for {count_of(count, 'device')}: give one share per device")
     exact = [_exact(share) for share in values]
     whole = sum(exact)
     if whole == 0:

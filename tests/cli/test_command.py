@@ -84,7 +84,7 @@ def test_the_first_framework_that_is_installed_is_used(
     """Not always PyTorch, which somebody with JAX alone would be told to install."""
     script = tmp_path / "script.py"
     script.write_text("def make(): ...")
-    monkeypatch.setattr(probe, "installed", lambda: ["mxnet"])  # not here: the error names it
+    monkeypatch.setattr(probe, "installed_frameworks", lambda: ["mxnet"])  # not here: the error names it
     assert main([command, *(() if command in ("train", "forecast") else [f"{script}:make"])]) == 1
     assert "manyhands.mxnet needs mxnet" in capsys.readouterr().err
 
@@ -153,7 +153,7 @@ def test_a_folder_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "framework_file.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(probe, "FRAMEWORKS", ("framework_folder", "framework_file", "framework_nowhere"))
-    assert probe.installed() == ["framework_file"]
+    assert probe.installed_frameworks() == ["framework_file"]
 
 
 SPEED = {"host_to_device": 3456.7, "matmul_float32": 0.00012, "device_to_device": 12.34, "matmul_bfloat16": None}

@@ -78,7 +78,7 @@ def test_cpus_that_the_user_has_made_are_virtual_devices(framework: str) -> None
         "print(place.names(place.distinct([mh.cpu(), second()])))\n"
     )
     if framework != "mxnet":  # which has any number of them, but knows by name those that were asked for
-        code += "assert place.named('virtual:1') == place.named('cpu:1') == second()"
+        code += "assert place.find_name('virtual:1') == place.find_name('cpu:1') == second()"
     environment = {name: value for name, value in os.environ.items() if name != VIRTUAL_DEVICES}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout.splitlines()[-1:] == ["['virtual:0', 'virtual:1']"], done.stderr

@@ -13,7 +13,7 @@ from hypothesis import given
 from manyhands.errors import BadProfile, BadSettings, EngineError
 from manyhands.forecast.forecast import Forecast
 from manyhands.forecast.links import LINKS, Link, all_reduce, link
-from manyhands.forecast.profile import Bucket, Memory, MemoryLine, Profile, StepTime, memory_lines
+from manyhands.forecast.profile import Bucket, MemoryByPart, MemoryLine, Profile, StepTime, memory_lines
 from manyhands.forecast.scaling import Assumptions, largest_shard, rows
 
 PLAIN = Link("plain", "measured", ((1 << 30, 1e9),), 1 << 30, None, 0.0)
@@ -151,9 +151,9 @@ def test_a_disturbed_measurement_makes_no_small_batch_slower() -> None:
 
 def test_memory_is_on_a_line_and_fits_or_not() -> None:
     lines = (
-        MemoryLine(False, Memory(weights=100), Memory(activations=10)),
-        MemoryLine(False, Memory(weights=100, gradients=100), Memory(activations=1)),
-        MemoryLine(True, Memory(weights=100, gradients=100, optimizer=1), Memory(activations=10)),
+        MemoryLine(False, MemoryByPart(weights=100), MemoryByPart(activations=10)),
+        MemoryLine(False, MemoryByPart(weights=100, gradients=100), MemoryByPart(activations=1)),
+        MemoryLine(True, MemoryByPart(weights=100, gradients=100, optimizer=1), MemoryByPart(activations=10)),
     )
     made = Forecast.of(profile(memory=lines, capacity=700), PLAIN, [1, 2, 4])
     one, two, four = made.rows
@@ -172,8 +172,12 @@ def test_memory_is_on_a_line_and_fits_or_not() -> None:
 def test_the_peak_moves_with_the_batch_size() -> None:
     """x of one byte a sample; then a gradient of 10 bytes beside it, and in the end two such alone."""
 
-    def moments(batch: int) -> list[Memory]:
-        return [Memory(activations=batch), Memory(gradients=10, activations=batch), Memory(gradients=10, optimizer=10)]
+    def moments(batch: int) -> list[MemoryByPart]:
+        return [
+            MemoryByPart(activations=batch),
+            MemoryByPart(gradients=10, activations=batch),
+            MemoryByPart(gradients=10, optimizer=10),
+        ]
 
     lines = memory_lines(False, (2, moments(2)), (4, moments(4)))
     one = profile(memory=tuple(lines))
@@ -210,7 +214,7 @@ def test_links_by_name_and_from_files(tmp_path: Path) -> None:
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
-    line = MemoryLine(True, Memory(weights=1), Memory(activations=2.5))
+    line = MemoryLine(True, MemoryByPart(weights=1), MemoryByPart(activations=2.5))
     saved = profile(memory=(line,), capacity=10, notes=("a note",))
     assert Profile.load(saved.save(tmp_path / "p.json")) == saved
 

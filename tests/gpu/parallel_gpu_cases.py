@@ -36,12 +36,12 @@ class Forced:
         if self.made is None or not self.made[0].holds():
             whole = trace_whole(self.function, call)
             found, device = whole.trace, planning.device_of(whole.trace)
-            with planning.untouched(found, call.tensors):
+            with planning.restore_after(found, call.tensors):
                 measured = graph(costs(found, device).tasks)
             one = schedule(measured, lanes_for(measured, self.lanes), switch_seconds=1e-6)
             check(one)
             make: Any = cuda_graph.GraphRun if self.kind == "graph" else streams.StreamRun
-            with planning.untouched(found, call.tensors):
+            with planning.restore_after(found, call.tensors):
                 self.made = (
                     whole,
                     (make(found, one, call.tensors, device) if self.kind == "graph" else make(found, one, device)),

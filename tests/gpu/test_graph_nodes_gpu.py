@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from manyhands.backends.torch.kernels.nvrtc import compile_file  # noqa: E402
 from manyhands.backends.torch.run import graph_nodes  # noqa: E402
-from manyhands.backends.torch.run.streams import capturing  # noqa: E402
+from manyhands.backends.torch.run.streams import capture_graph  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 _BYTES = {1: "cuMemsetD8Async", 2: "cuMemsetD16Async", 4: "cuMemsetD32Async"}
@@ -40,7 +40,7 @@ def test_the_same_bytes(element_bytes: int, size: int, offset: int) -> None:
     memset(expected[offset : offset + size], value, element_bytes)
     found = torch.zeros_like(expected)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with capturing(graph, GPU):
+    with capture_graph(graph, GPU):
         memset(found[offset : offset + size], value, element_bytes)
     is_left_alone = offset and size > 1 << 16  # the kernel is quick where memory begins at a multiple of 16 bytes
     assert graph_nodes.instantiate(graph, GPU) == (0 if is_left_alone else 1)
@@ -54,7 +54,7 @@ def test_between_what_comes_before_and_behind() -> None:
     seen = torch.zeros(3, 2, 4096, dtype=torch.uint8, device=GPU)
     side = torch.cuda.Stream(GPU)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with capturing(graph, GPU):
+    with capture_graph(graph, GPU):
         main = torch.cuda.current_stream()
         for turn in range(3):
             memset(memory, 10 * (turn + 1), 1)
@@ -78,7 +78,7 @@ def test_a_graph_that_cannot_be_changed_stays_as_it_was_captured(monkeypatch: py
     monkeypatch.setattr(graph_nodes, "_NEEDED", ("cuGraphThatDoesNotExist",))
     memory = torch.zeros(64, dtype=torch.uint8, device=GPU)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with capturing(graph, GPU):
+    with capture_graph(graph, GPU):
         memset(memory, 5, 1)
     assert graph_nodes.instantiate(graph, GPU) == 0
     graph.replay()
@@ -93,7 +93,7 @@ def test_convolutions_leave_no_memsets() -> None:
     with torch.no_grad():
         expected = layer(x)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with capturing(graph, GPU):
+        with capture_graph(graph, GPU):
             found = layer(x)
     graph_nodes.instantiate(graph, GPU)
     driver = compile_file("fill.cu", GPU).driver

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from parallel_gpu_cases import GPU, assert_same, chains  # noqa: E402
 
-from manyhands.backends.torch.run.streams import capturing  # noqa: E402
+from manyhands.backends.torch.run.streams import capture_graph  # noqa: E402
 from manyhands.parallel.function import Parallel  # noqa: E402
 
 MANY = 20
@@ -119,7 +119,7 @@ def test_a_capture_that_fails_leaves_nothing_capturing() -> None:
     before, side = torch.cuda.current_stream(), torch.cuda.Stream(GPU)
 
     def capture() -> None:
-        with capturing(torch.cuda.CUDAGraph(keep_graph=True), GPU):
+        with capture_graph(torch.cuda.CUDAGraph(keep_graph=True), GPU):
             side.wait_stream(torch.cuda.current_stream())
             torch.cuda.set_stream(side)
             torch.ones(3, device=GPU).sum().item()
@@ -132,7 +132,7 @@ def test_a_capture_that_fails_leaves_nothing_capturing() -> None:
             assert not torch.cuda.is_current_stream_capturing()
             assert torch.rand(3, device=GPU).sum().item() > 0
     graph = torch.cuda.CUDAGraph()
-    with capturing(graph, GPU):
+    with capture_graph(graph, GPU):
         result = torch.rand(3, device=GPU) + 1
     graph.replay()
     assert float(result.min()) >= 1

@@ -46,7 +46,7 @@ def test_the_host_takes_part_in_a_measured_timeline() -> None:
     fast = mh.parallel(function)
     x = torch.randn(300, 300, device=GPU)
     assert torch.allclose(fast(x), function(x))
-    line = fast.measured()
+    line = fast.measure()
     assert {"cpu compute 0", "gpu:0 copy out 0"} <= set(line.lanes())
 
 

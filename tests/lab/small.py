@@ -34,7 +34,7 @@ class SmallBench(Bench):
 
 def main(framework: str, names: list[str]) -> None:
     training_scaling.jobs = lambda bench: [  # type: ignore[assignment]
-        training_scaling.Job("lenet", batch_size, 0.05) for batch_size in (32, 128)
+        training_scaling.TrainingJob("lenet", batch_size, 0.05) for batch_size in (32, 128)
     ]
     # Sizes as small as these say nothing about time, so no time is refused.
     process.check_load = lambda: None

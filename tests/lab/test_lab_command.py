@@ -14,8 +14,8 @@ from browser import title_after
 
 from manyhands.cli import lab, main
 from manyhands.lab.experiment import NAMES, Experiment, load
-from manyhands.lab.finding import Finding, Plot, Sweep, Times, Trial
-from manyhands.lab.report import SCHEMA, Report, Result, page
+from manyhands.lab.finding import Answer, Plot, Sweep, Times, Trial
+from manyhands.lab.report import SCHEMA, ExperimentResult, LabReport, page
 from manyhands.schedule.timeline import Span
 
 
@@ -81,24 +81,26 @@ def test_a_run_keeps_raw_trials_with_where_they_come_from(tmp_path: Path) -> Non
         assert "virtual" in result["finding"]["conclusion"]
 
 
-def report_of(*results: Result) -> Report:
+def report_of(*results: ExperimentResult) -> LabReport:
     frameworks = [{"framework": "torch", "version": "2", "devices": []}]
-    return Report(True, {"name": "a processor", "cores": 2, "usable_cores": 2}, frameworks, results)
+    return LabReport(True, {"name": "a processor", "cores": 2, "usable_cores": 2}, frameworks, results)
 
 
 @pytest.fixture
-def report() -> Report:
+def report() -> LabReport:
     """A report with every kind of plot."""
     times = Times({"plain": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.0]})
     spans = [Span("mm", "lane 1", 0.0, 1.0), Span("copy", "lane 2", 0.5, 2.0)]
     drawing = '<svg xmlns="http://www.w3.org/2000/svg" width="90" height="90"><rect width="90" height="90"/></svg>'
     plots = [times.bars("Bars", {"the least": 0.9}), Sweep({8: times, 64: times}).lines("By size", "rows")]
     plots += [Plot("timeline", "When", spans=spans), Plot("drawing", "The graph", drawing=drawing)]
-    finding = Finding("Yes.", [times.table(to="plain")], plots, ["A note."])
-    return report_of(Result("how-linear", "?", "GPUs.", "torch", "done", 1.0, finding, [Trial("fast", {}, 1.0)]))
+    finding = Answer("Yes.", [times.table(to="plain")], plots, ["A note."])
+    return report_of(
+        ExperimentResult("how-linear", "?", "GPUs.", "torch", "done", 1.0, finding, [Trial("fast", {}, 1.0)])
+    )
 
 
-def test_every_field_of_the_json_is_documented(report: Report) -> None:
+def test_every_field_of_the_json_is_documented(report: LabReport) -> None:
     documented = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
 
     def names(value: object) -> set[str]:
@@ -113,7 +115,7 @@ def test_every_field_of_the_json_is_documented(report: Report) -> None:
 
 
 @pytest.mark.parametrize("width", [1200, 500])
-def test_a_browser_shows_every_plot_without_an_error(report: Report, width: int, tmp_path: Path) -> None:
+def test_a_browser_shows_every_plot_without_an_error(report: LabReport, width: int, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(page(report))
     script = (
@@ -126,7 +128,7 @@ def test_a_browser_shows_every_plot_without_an_error(report: Report, width: int,
 
 def test_a_failed_experiment_does_not_stop_the_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """An experiment that is in no list dies in its own process."""
-    broken = [Experiment(name, f"{name}?", "")(lambda bench: Finding("")) for name in ("first", "second")]
+    broken = [Experiment(name, f"{name}?", "")(lambda bench: Answer("")) for name in ("first", "second")]
     file = tmp_path / "report.html"
     assert lab.run_all([("torch", one) for one in broken], report_of(), file, None) == 1
     assert capsys.readouterr().out.count("failed: its process ended with status 1") == 2

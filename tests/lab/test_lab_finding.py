@@ -12,8 +12,8 @@ import pytest
 from manyhands.lab import process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import NAMES, Experiment, load
-from manyhands.lab.finding import Comparison, Finding, Plot, Series, Sweep, Times
-from manyhands.lab.report import Report, Result, mark_virtual, page, svg, text
+from manyhands.lab.finding import Answer, Comparison, Plot, Series, Sweep, Times
+from manyhands.lab.report import ExperimentResult, LabReport, mark_virtual, page, svg, text
 from manyhands.schedule.timeline import Span
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
@@ -50,7 +50,7 @@ def test_methods_are_timed_in_turns_and_each_round_begins_with_another() -> None
 
 
 def test_virtual_devices_are_marked_in_table_plot_and_conclusion() -> None:
-    finding = Finding("Yes.", [TIMES.table(to="plain", title="T")], [TIMES.bars("P")])
+    finding = Answer("Yes.", [TIMES.table(to="plain", title="T")], [TIMES.bars("P")])
     assert mark_virtual(finding, [], "torch") is finding
     shown = mark_virtual(finding, ["virtual:0", "virtual:1"], "torch")
     assert all("virtual" in text for text in (shown.conclusion, shown.tables[0].title, shown.plots[0].title))
@@ -92,7 +92,7 @@ def test_a_sweep_says_where_a_method_is_faster() -> None:
 def _unlike(*ratios: float) -> Experiment:
     """An experiment that measures these gains on two devices, one in each run."""
     gains = iter(ratios)
-    return _that(lambda bench: Finding(str(Times({"a": [1.0], "b": [next(gains)]}).compare("a", to="b", most=2))))
+    return _that(lambda bench: Answer(str(Times({"a": [1.0], "b": [next(gains)]}).compare("a", to="b", most=2))))
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_a_loaded_machine_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> No
     assert (result.status, result.finding) == ("not measured", None)
     assert result.why.startswith("the machine is busy: other programs use 80% of the CPU, and 30% is the most")
     assert "not measured: the machine is busy" in text(result)
-    assert "not measured: the machine is busy" in page(Report(True, HOST, [], [result]))
+    assert "not measured: the machine is busy" in page(LabReport(True, HOST, [], [result]))
 
 
 def test_json_has_null_for_what_is_no_number() -> None:
     plot = Plot("line", "L", [Series("a", [1, 2], [math.nan, 1.0])])
-    result = Result("how-linear", "?", "", "torch", "done", math.inf, Finding("Yes.", [], [plot]))
-    (data,) = json.loads(Report(True, HOST, [], [result]).as_json(), parse_constant=pytest.fail)["results"]
+    result = ExperimentResult("how-linear", "?", "", "torch", "done", math.inf, Answer("Yes.", [], [plot]))
+    (data,) = json.loads(LabReport(True, HOST, [], [result]).as_json(), parse_constant=pytest.fail)["results"]
     assert data["seconds"] is None
     assert data["finding"]["plots"][0]["series"][0]["y"] == [None, 1.0]
 
@@ -147,7 +147,7 @@ def _that(function: Any) -> Experiment:
 def test_an_error_in_an_experiment_is_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "check_load", lambda: None)
 
-    def fails(bench: Bench) -> Finding:
+    def fails(bench: Bench) -> Answer:
         raise ZeroDivisionError("by hand")
 
     result = process.perform(_that(fails), Bench(Module(), "torch"))

@@ -34,14 +34,14 @@ class Counting:
     def hardware(self, device: Any) -> str:
         return self._hardware
 
-    def measured(self, found: Any, number: int, device: Any) -> tuple[float, float] | None:
+    def measure(self, found: Any, number: int, device: Any) -> tuple[float, float] | None:
         self.asked.append(number)
         return None if number == 2 else (2e-3, 0.25)
 
     def rates(self, device: Any) -> float:
         return 1e9
 
-    def estimated(self, found: Any, number: int, device: Any, rates: float) -> tuple[float, float]:
+    def estimate(self, found: Any, number: int, device: Any, rates: float) -> tuple[float, float]:
         return 1 / rates, 0.5
 
 

@@ -7,11 +7,11 @@ import time
 import pytest
 
 from manyhands.parallel import planner as module
-from manyhands.parallel.planner import Progress
+from manyhands.parallel.planner import PlanningProgress
 
 
 def test_a_quick_one_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("step") as progress:
+    with PlanningProgress("step") as progress:
         progress.enters("capture")
         progress.enters("trials")
     assert list(progress.spent) == ["capture", "trials"]
@@ -22,7 +22,7 @@ def test_a_long_one_says_what_it_does_and_what_took_how_long(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 0.0)
-    with Progress("step") as progress:
+    with PlanningProgress("step") as progress:
         progress.enters("capture")
         while not progress._said:
             time.sleep(0.01)

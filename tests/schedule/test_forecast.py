@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from manyhands.errors import EngineError, UnsafeSchedule
 from manyhands.schedule.check import check
-from manyhands.schedule.forecast import Forecast, Machine, forecast
+from manyhands.schedule.forecast import Machine, ScheduleForecast, forecast
 from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.memory import Footprint
@@ -76,7 +76,7 @@ def in_order(program: list[Task], footprint: Footprint = FOOTPRINT) -> dict[int,
     return one.results()
 
 
-def doing(found: Forecast, machinery: Machinery) -> Callable[[int], None]:
+def doing(found: ScheduleForecast, machinery: Machinery) -> Callable[[int], None]:
     def do(place: int) -> None:
         if place in found.placed.copies:
             machinery.copy(*found.placed.copies[place])

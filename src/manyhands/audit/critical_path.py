@@ -1,6 +1,6 @@
 """What a step would take without some of its waits: the host and the device, simulated.
 
-A timeline is what the host did: it launched work (:class:`Work`), and it waited (:class:`Wait`). The device works
+A timeline is what the host did: it launched work (:class:`Work`), and it waited (:class:`HostWait`). The device works
 off what was launched, in order. Without a wait the host launches earlier; whether that helps depends on what comes
 next: a wait whose device work is waited for again in the next line gains nothing.
 """
@@ -24,7 +24,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Wait:
+class HostWait:
     """The host waits for a finding: ``host`` seconds in any case, and, if it ``drains``, until the device is done.
 
     ``device`` seconds of the wait are the device's own work (a copy), which stays when the wait goes. ``after`` the
@@ -52,14 +52,14 @@ Drawn = tuple[str, float, float, int | None]  # lane (host or device), begin, en
 
 
 def simulate(
-    timeline: Iterable[Work | Wait], without: Collection[int] = (), drawn: list[Drawn] | None = None
+    timeline: Iterable[Work | HostWait], without: Collection[int] = (), drawn: list[Drawn] | None = None
 ) -> Length:
     """Run a timeline, leaving out the waits of some findings; ``drawn`` collects what happens when.
 
-    >>> steps = [Work(2.0, 5.0), Wait(1), Work(1.0, 1.0), Wait(2)]
+    >>> steps = [Work(2.0, 5.0), HostWait(1), Work(1.0, 1.0), HostWait(2)]
     >>> simulate(steps).total, simulate(steps, {1}).total, simulate(steps, {2}).waited
     (6.0, 6.0, {1: 3.0})
-    >>> simulate([Work(2.0, 2.0), Wait(1), Work(3.0, 0.0)] * 2, {1}).total
+    >>> simulate([Work(2.0, 2.0), HostWait(1), Work(3.0, 0.0)] * 2, {1}).total
     10.0
     """
     length = Length()
@@ -105,7 +105,7 @@ def _draw_spread(drawn: list[Drawn] | None, begin: float, end: float, busy: floa
         _draw(drawn, "device", start, start + width)
 
 
-def gains(timeline: Sequence[Work | Wait], findings: Collection[int]) -> tuple[Length, dict[int, float]]:
+def gains(timeline: Sequence[Work | HostWait], findings: Collection[int]) -> tuple[Length, dict[int, float]]:
     """The timeline as it is, and the seconds gained by removing each finding alone."""
     whole = simulate(timeline)
     alone = {finding: max(0.0, whole.total - simulate(timeline, {finding}).total) for finding in findings}

@@ -124,7 +124,7 @@ class Stall:
         return f"{self.line}{beside}: {self.kind.title} ({self.call}){code}. Cure: {self.cure}"
 
 
-class _Wait(NamedTuple):
+class _CurableWait(NamedTuple):
     kind: Kind
     call: str
     framework: str
@@ -168,7 +168,7 @@ def cure(
     >>> cure(Kind.SYNCHRONIZE, "torch.cuda.synchronize", "torch.cuda.synchronize()")
     'remove this line: the device keeps its work in order'
     """
-    wait = _Wait(kind, call, framework, rare)
+    wait = _CurableWait(kind, call, framework, rare)
     path = library.replace("\\", "/")
     for part, kinds, setting in _SETTINGS:
         if part in path and kind in kinds:
@@ -185,7 +185,7 @@ def cure(
 # Reading
 
 
-def _read(wait: _Wait, line: Statement) -> str | None:
+def _read(wait: _CurableWait, line: Statement) -> str | None:
     if wait.name in ("__getitem__", "__setitem__"):
         return _INDEX
     if wait.call == NUMBER:
@@ -199,18 +199,18 @@ def _read(wait: _Wait, line: Statement) -> str | None:
     return _without_reads(wait, line, reads)
 
 
-def _without_reads(wait: _Wait, line: Statement, reads: list[ast.Call]) -> str | None:
+def _without_reads(wait: _CurableWait, line: Statement, reads: list[ast.Call]) -> str | None:
     """The line with these reads left out, where a tensor does as well."""
     uses = [line.use(read) for read in reads]
     if reads and all(use is ValueUse.KEPT for use in uses):
-        changed = line.edited(*(_without(wait, line, read) for read in reads))
+        changed = line.with_edits(*(_without(wait, line, read) for read in reads))
         return f"{changed}\nand read {line.stored_in()} after the loop, not in it"
     if ValueUse.DECIDES in uses:
         return Kind.CONTROL_FLOW.cure_in(wait.framework)
     return _rarely(wait, line) or (_needed_by(line, reads[0]) if reads else None)
 
 
-def _without(wait: _Wait, line: Statement, read: ast.Call) -> tuple[int, int, str]:
+def _without(wait: _CurableWait, line: Statement, read: ast.Call) -> tuple[int, int, str]:
     """The edit that leaves a value on its device."""
     function, kept = read.func, _KEPT[wait.framework]
     if isinstance(function, ast.Attribute) and not read.args:  # x.item()
@@ -233,7 +233,7 @@ def _without(wait: _Wait, line: Statement, read: ast.Call) -> tuple[int, int, st
     return line.start(read), line.end(read), _INTEGER[wait.framework].format(text) if is_int else text + kept
 
 
-def _rarely(wait: _Wait, line: Statement) -> str | None:
+def _rarely(wait: _CurableWait, line: Statement) -> str | None:
     """A line that only reports something can be left out in most steps."""
     if line.is_rare():
         return wait.in_words
@@ -260,7 +260,7 @@ def _needed_by(line: Statement, read: ast.Call) -> str | None:
 # Copies
 
 
-def _to_host(wait: _Wait, line: Statement) -> str | None:
+def _to_host(wait: _CurableWait, line: Statement) -> str | None:
     if wait.framework != "torch":
         reads = line.calls("numpy", "asnumpy", "asarray", "array", "device_get")
         return None if any(len(read.args) > 1 or read.keywords for read in reads) else _without_reads(wait, line, reads)
@@ -285,7 +285,7 @@ def _names_cpu(call: ast.Call) -> bool:
     return any(isinstance(value, ast.Constant) and value.value == "cpu" for value in values)
 
 
-def _to_device(wait: _Wait, line: Statement) -> str | None:
+def _to_device(wait: _CurableWait, line: Statement) -> str | None:
     copies = _copies(line)
     if not copies:
         return None
@@ -323,10 +323,10 @@ def _without_blocking(line: Statement, copies: list[ast.Call]) -> str:
         before = line.code.encode()[:end].rstrip()
         between = "" if before.endswith(b"(") else " " if before.endswith(b",") else ", "
         edits.append((end, end, f"{between}non_blocking=True"))
-    return line.edited(*edits)
+    return line.with_edits(*edits)
 
 
-def _blocking(wait: _Wait, line: Statement) -> str | None:
+def _blocking_call(wait: _CurableWait, line: Statement) -> str | None:
     copies = _copies(line)
     return _without_blocking(line, copies) if copies else None
 
@@ -334,7 +334,7 @@ def _blocking(wait: _Wait, line: Statement) -> str | None:
 # Everything else
 
 
-def _data(wait: _Wait, line: Statement) -> str | None:
+def _data(wait: _CurableWait, line: Statement) -> str | None:
     match line.whole():
         case ast.Assign(
             targets=[ast.Subscript() as target], value=(ast.Constant() | ast.UnaryOp(operand=ast.Constant())) as number
@@ -343,7 +343,7 @@ def _data(wait: _Wait, line: Statement) -> str | None:
     return None
 
 
-def _synchronize(wait: _Wait, line: Statement) -> str | None:
+def _synchronize(wait: _CurableWait, line: Statement) -> str | None:
     calls = line.calls("synchronize", "waitall", "wait_to_read", "block_until_ready")
     if line.call() is not None and calls:
         return "remove this line: the device keeps its work in order"
@@ -353,27 +353,27 @@ def _synchronize(wait: _Wait, line: Statement) -> str | None:
             edits.append((line.dot(call.func), line.end(call), ""))
         elif len(call.args) == 1:
             edits.append((line.start(call), line.end(call), line.text(call.args[0])))
-    return line.edited(*edits) if edits else None
+    return line.with_edits(*edits) if edits else None
 
 
-def _shape(wait: _Wait, line: Statement) -> str | None:
+def _shape(wait: _CurableWait, line: Statement) -> str | None:
     return _SIZES.get(wait.name)
 
 
-def _check(wait: _Wait, line: Statement) -> str | None:
+def _check(wait: _CurableWait, line: Statement) -> str | None:
     return None if wait.name in _UNCHECKED else "there is no variant that skips the check: call it less often"
 
 
-def _collective(wait: _Wait, line: Statement) -> str | None:
+def _collective(wait: _CurableWait, line: Statement) -> str | None:
     return "remove this line: collectives wait for each other anyway" if wait.name == "barrier" else None
 
 
-_MAKERS: dict[Kind, Callable[[_Wait, Statement], str | None]] = {
+_MAKERS: dict[Kind, Callable[[_CurableWait, Statement], str | None]] = {
     Kind.READ: _read,
     Kind.PRINT: _rarely,
     Kind.TO_HOST: _to_host,
     Kind.TO_DEVICE: _to_device,
-    Kind.BLOCKING: _blocking,
+    Kind.BLOCKING: _blocking_call,
     Kind.DATA: _data,
     Kind.SYNCHRONIZE: _synchronize,
     Kind.SHAPE: _shape,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from unittest import SkipTest
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.audit import watch
 from manyhands.audit.cure import Stall
 from manyhands.audit.sites import name_callers_in_warnings
@@ -75,7 +75,7 @@ class Seen:
             self._counts[stall] += 1
             raise HiddenWait(f"mh.guard('forbid'): {stall}")
 
-    def after(self, event: watch.Event) -> None:
+    def after(self, event: watch.WaitEvent) -> None:
         stall = event.stall
         if stall.site.allowed is not None:
             self.allowed += 1
@@ -120,7 +120,7 @@ def assert_no_stalls() -> Iterator[Seen]:
     with guard("count") as seen:
         yield seen
     if seen:
-        raise HiddenWait(f"the host waited {counted(len(seen), 'time')}:\n{seen}")
+        raise HiddenWait(f"the host waited {count_of(len(seen), 'time')}:\n{seen}")
 
 
 def install_hooks() -> None:

@@ -25,7 +25,7 @@ from manyhands import files
 from manyhands.audit import sites, speeds, watch
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report
-from manyhands.audit.wrapping import Steps
+from manyhands.audit.wrapping import StepListeners
 from manyhands.device import FRAMEWORKS
 
 _MORE = {"torch": "manyhands.audit.torch.busy"}  # what one framework has beyond its hooks
@@ -80,7 +80,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     process = os.getpid()
     os.register_at_fork(before=lambda: _count_fork(recorder, process))
 
-    def imported(framework: str) -> None:
+    def import_framework(framework: str) -> None:
         recorder.frameworks.add(framework)
         try:
             begin_recording(framework, recorder, settings["warmup"], at_step)
@@ -90,7 +90,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     code, ended = 1, "killed"
     sites.name_callers_in_warnings()
     try:
-        with framework_imports(imported), watch.everywhere(recorder):
+        with framework_imports(import_framework), watch.everywhere(recorder):
             code, ended = _run_as_main(settings["module"], arguments)
     finally:
         if os.getpid() == process:
@@ -99,7 +99,7 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def framework_imports(imported: Callable[[str], None]) -> Iterator[None]:
+def framework_imports(import_framework: Callable[[str], None]) -> Iterator[None]:
     """Call a function with the name of every framework that is imported, or is there already."""
     seen: set[str] = set()
 
@@ -109,7 +109,7 @@ def framework_imports(imported: Callable[[str], None]) -> Iterator[None]:
                 importlib.import_module("manyhands.audit.tensorflow.hooks").wrap_steps()
             return
         seen.add(name)
-        imported(name)
+        import_framework(name)
 
     for framework in FRAMEWORKS:
         if framework in sys.modules:
@@ -128,7 +128,7 @@ def framework_imports(imported: Callable[[str], None]) -> Iterator[None]:
 class Hooks(Protocol):
     """The module ``hooks`` of a framework."""
 
-    steps: Steps
+    steps: StepListeners
 
     def install(self) -> None:
         """Wrap every call that waits, once."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,5 +33,5 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     except NothingWatched as nothing:
         pytest.skip(f"no_stalls: {nothing}")
     if waited:
-        pytest.fail(f"no_stalls: the host waited {counted(waited, 'time')}:\n{seen}", pytrace=False)
+        pytest.fail(f"no_stalls: the host waited {count_of(waited, 'time')}:\n{seen}", pytrace=False)
     return result

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manyhands.audit.critical_path import Wait, Work
+from manyhands.audit.critical_path import HostWait, Work
 from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.sites import Line, Site
 from manyhands.audit.speeds import DeviceSpeeds, h200
-from manyhands.audit.watch import Event
+from manyhands.audit.watch import WaitEvent
 
 _MOST_ENTRIES = 500_000
 # Kinds whose time is the host's own: the device may go on meanwhile.
@@ -27,7 +27,7 @@ class Entry:
     step: int
     work: Work
     key: Stall | None
-    wait: Wait | None  # the number of its finding is still unknown (-1)
+    wait: HostWait | None  # the number of its finding is still unknown (-1)
     seconds: float = 0.0
     times: int = 1
 
@@ -64,7 +64,7 @@ class Recorder:
     def before(self, stall: Stall) -> None:
         self.used_device = True
 
-    def after(self, event: Event) -> None:
+    def after(self, event: WaitEvent) -> None:
         with self._lock:
             if self.speeds is not None and event.stall.kind is Kind.LOADER:
                 self.loaders.setdefault(event.stall, []).append(event.seconds)
@@ -75,7 +75,7 @@ class Recorder:
             self._add(event)
             self._last = time.perf_counter() if self.speeds is None else self._last
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: WaitEvent) -> None:
         if len(self.entries) >= _MOST_ENTRIES:
             self.incomplete = True
             return
@@ -83,16 +83,16 @@ class Recorder:
             work = Work(max(0.0, event.begin - self._last))
             wait = measured_wait(event)
         else:
-            work, wait = self._taken(), predicted_wait(event, self.speeds)
+            work, wait = self._take(), predicted_wait(event, self.speeds)
         self.entries.append(Entry(self.steps, work, event.stall, wait, event.seconds))
 
-    def _seconds(self, event: Event) -> float:
+    def _seconds(self, event: WaitEvent) -> float:
         if self.speeds is None:
             return event.seconds
         wait = predicted_wait(event, self.speeds)
         return wait.host + wait.device
 
-    def _taken(self) -> Work:
+    def _take(self) -> Work:
         work = Work(self._host, self._device)
         self._host = self._device = 0.0
         return work
@@ -137,7 +137,7 @@ class Recorder:
     def _end_step(self) -> None:
         now = time.perf_counter()
         self._note_launches()
-        work = Work(max(0.0, now - self._last)) if self.speeds is None else self._taken()
+        work = Work(max(0.0, now - self._last)) if self.speeds is None else self._take()
         if len(self.entries) < _MOST_ENTRIES:
             self.entries.append(Entry(self.steps, work, None, None))
         self._last = now
@@ -149,38 +149,38 @@ class Recorder:
         for (_, line), count in self._launches.items():
             if count >= _TINY_LAUNCHES and self.speeds is not None:
                 # Its host time is in the work since the last wait: moved here, so that it can be left out.
-                wait = Wait(-1, host=min(self._host, count * self.speeds.launch), drains=False)
+                wait = HostWait(-1, host=min(self._host, count * self.speeds.launch), drains=False)
                 self._host -= wait.host
                 key = Stall(Kind.LAUNCHES, "operations", Site(line))
-                self.entries.append(Entry(self.steps, self._taken(), key, wait, wait.host, count))
+                self.entries.append(Entry(self.steps, self._take(), key, wait, wait.host, count))
         self._launches.clear()
 
 
-def measured_wait(event: Event) -> Wait:
+def measured_wait(event: WaitEvent) -> HostWait:
     """Which part of a measured wait is the call itself; the rest is waiting for work that was launched before.
 
     The call cannot be measured separately: its time is that of an H200, at most the measured one.
     """
     kind = event.stall.kind
     if kind in _HOST_ONLY:
-        return Wait(-1, host=event.seconds, drains=False)
+        return HostWait(-1, host=event.seconds, drains=False)
     host, copy = _copy_seconds(kind, event.nbytes, h200()) or (0.0, 0.0)
     call = 0.0 if kind is Kind.SYNCHRONIZE else min(h200().launch + host, event.seconds)
     copy = min(copy, call)
-    return Wait(-1, device=copy, after=call - copy)
+    return HostWait(-1, device=copy, after=call - copy)
 
 
-def predicted_wait(event: Event, speeds: DeviceSpeeds) -> Wait:
+def predicted_wait(event: WaitEvent, speeds: DeviceSpeeds) -> HostWait:
     """What a wait costs on the device that is stood in for: by its speeds, never by this machine's clock."""
     kind = event.stall.kind
     if kind in _HOST_ONLY:
-        return Wait(-1, host=speeds.launch, drains=False)
+        return HostWait(-1, host=speeds.launch, drains=False)
     if kind is Kind.SYNCHRONIZE:
-        return Wait(-1)
+        return HostWait(-1)
     host, copy = _copy_seconds(kind, event.nbytes, speeds) or (0.0, speeds.kernel)
     if kind in (Kind.TO_HOST, Kind.BLOCKING):  # the host only waits while the device copies
         host = max(0.0, host - copy)
-    return Wait(-1, host=speeds.launch + host, device=copy)
+    return HostWait(-1, host=speeds.launch + host, device=copy)
 
 
 def _copy_seconds(kind: Kind, size: int, speeds: DeviceSpeeds) -> tuple[float, float] | None:

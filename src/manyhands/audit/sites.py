@@ -147,7 +147,7 @@ def name_callers_in_warnings() -> None:
         return
 
     @functools.wraps(show)
-    def shown(message: warnings.WarningMessage) -> None:
+    def show_warning(message: warnings.WarningMessage) -> None:
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
@@ -155,7 +155,7 @@ def name_callers_in_warnings() -> None:
             message.filename, message.lineno = frame.f_code.co_filename, frame.f_lineno
         show(message)
 
-    warnings._showwarnmsg = shown  # type: ignore[attr-defined]
+    warnings._showwarnmsg = show_warning  # type: ignore[attr-defined]
 
 
 def of_lines(lines: Iterable[tuple[str, int]]) -> Site | None:

@@ -36,7 +36,7 @@ class DeviceSpeeds:
 @functools.cache
 def h200() -> DeviceSpeeds:
     """The H200's, as measured for docs/how/measurements.md."""
-    return _read(_shipped(), "h200.json")
+    return _read(_shipped_speeds(), "h200.json")
 
 
 def load(path: Path) -> DeviceSpeeds:
@@ -54,7 +54,7 @@ def load(path: Path) -> DeviceSpeeds:
     return _read(facts, str(path))
 
 
-def _shipped() -> dict[str, Any]:
+def _shipped_speeds() -> dict[str, Any]:
     text = resources.files("manyhands.audit").joinpath("profiles/h200.json").read_text()
     return json.loads(text)  # type: ignore[no-any-return]
 
@@ -66,7 +66,7 @@ def _read(facts: dict[str, Any], name: str) -> DeviceSpeeds:
             f"--speeds {name} has no measured GPU: run `manyhands devices --measure --json` on a machine with a GPU"
         )
     speed = device["speed"]
-    extra = {**_shipped()["audit"], **facts.get("audit", {})}
+    extra = {**_shipped_speeds()["audit"], **facts.get("audit", {})}
 
     def figure(key: str, unit: float, otherwise: str | None = None) -> float:
         value = speed.get(key) or (speed.get(otherwise) if otherwise else None)

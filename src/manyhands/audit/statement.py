@@ -101,7 +101,7 @@ class Statement:
     def text(self, node: ast.expr) -> str:
         return self.code.encode()[self.start(node) : self.end(node)].decode()
 
-    def edited(self, *edits: tuple[int, int, str]) -> str:
+    def with_edits(self, *edits: tuple[int, int, str]) -> str:
         """The code with parts of it (from, to) replaced."""
         code = self.code.encode()
         for start, end, text in sorted(edits, reverse=True):

@@ -21,7 +21,7 @@ from manyhands.audit.kinds import Kind
 
 
 @dataclass(frozen=True)
-class Event:
+class WaitEvent:
     """One wait that is over."""
 
     stall: Stall
@@ -36,7 +36,7 @@ class Sink(Protocol):
     def before(self, stall: Stall) -> None:
         """The host is about to wait; may raise to forbid it."""
 
-    def after(self, event: Event) -> None:
+    def after(self, event: WaitEvent) -> None:
         """The host has waited."""
 
 
@@ -132,6 +132,6 @@ class Waiting:
         seconds = time.perf_counter() - self.begin
         _inside.a_wait = False
         if self.stall is not None:
-            event = Event(self.stall, self.begin, seconds, self.nbytes)
+            event = WaitEvent(self.stall, self.begin, seconds, self.nbytes)
             for sink in self.sinks:
                 sink.after(event)

@@ -21,7 +21,7 @@ DECISIONS = ("__bool__", "__nonzero__")
 PRINTS = ("__repr__", "__str__", "__format__")
 
 
-class Steps:
+class StepListeners:
     """The steps of a framework, of its optimizers and of the trainer's loop: who listens to them."""
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class Steps:
             loop.step_listeners.remove(self._of_loop)
 
     def _of_loop(self) -> None:
-        self.ended("the trainer's loop", loop=True)
+        self.note_end("the trainer's loop", loop=True)
 
-    def ended(self, who: object, *, loop: bool = False) -> None:
+    def note_end(self, who: object, *, loop: bool = False) -> None:
         """An optimizer, or what else makes the steps, has made one."""
         for listener in self.listeners:
             listener(who, loop)
@@ -150,7 +150,7 @@ class Counted:
         finally:
             if watch.listening and self.site is not None:
                 stall = Stall(self._kind, self._call, self.site, self._framework)
-                event = watch.Event(stall, begin, time.perf_counter() - begin)
+                event = watch.WaitEvent(stall, begin, time.perf_counter() - begin)
                 for sink in watch.sinks():
                     sink.before(stall)
                     sink.after(event)

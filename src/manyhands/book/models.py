@@ -98,7 +98,7 @@ _COUNT = "num_batches_tracked"  # BatchNorm's, which only PyTorch has
 _PYTORCH_NORM = ("weight", "bias", "running_mean", "running_var")
 
 
-def _unchanged(layer: str, model: str) -> str:
+def _same_name(layer: str, model: str) -> str:
     return layer
 
 
@@ -120,7 +120,7 @@ class WeightNames:
 
     layer: Sequence[str] = ("weight", "bias")
     norm: Sequence[str] = _PYTORCH_NORM
-    path: Callable[[str, str], str] = _unchanged  # of a layer, of PyTorch's, given the name of the model
+    path: Callable[[str, str], str] = _same_name  # of a layer, of PyTorch's, given the name of the model
     separator: str = "."
     channels_last: bool = False
     counts_batches: bool = False  # BatchNorm has a number more
@@ -134,9 +134,9 @@ class WeightNames:
             if kind == _COUNT:
                 continue
             if kind not in kinds:
-                raise _unknown(name, model)
+                raise _unknown_weight(name, model)
             layer = [part for part in path if part not in ("layers", "stem")]
-            converted[".".join([*layer, kinds[kind]])] = self._transposed(tensor, (3, 2, 0, 1))
+            converted[".".join([*layer, kinds[kind]])] = self._transpose(tensor, (3, 2, 0, 1))
         return converted
 
     def from_common(self, tensors: Mapping[str, NDArray[Any]], model: str) -> Tensors:
@@ -146,22 +146,22 @@ class WeightNames:
             layer, _, kind = name.rpartition(".")
             kinds = self.norm if f"{layer}.running_mean" in tensors else self.layer
             if kind not in _PYTORCH_NORM[: len(kinds)]:
-                raise _unknown(name, model)
+                raise _unknown_weight(name, model)
             path = self.path(layer, model)
             new_name = f"{path}{self.separator}{kinds[_PYTORCH_NORM.index(kind)]}"
-            converted[new_name] = self._transposed(tensor, (2, 3, 1, 0))
+            converted[new_name] = self._transpose(tensor, (2, 3, 1, 0))
             if kind == "running_mean" and self.counts_batches:
                 # Only layers without a momentum read the count, and these models have none.
                 converted[f"{layer}.{_COUNT}"] = np.array(0, dtype=np.int64)
         return converted
 
-    def _transposed(self, tensor: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
+    def _transpose(self, tensor: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
         if not self.channels_last or tensor.ndim < 2:
             return tensor
         return np.ascontiguousarray(tensor.transpose(axes if tensor.ndim == 4 else None))
 
 
-def _unknown(name: str, model: str) -> WrongCheckpoint:
+def _unknown_weight(name: str, model: str) -> WrongCheckpoint:
     return WrongCheckpoint(f"{name} is no tensor of {model}: only the built-in models can be converted")
 
 

@@ -247,13 +247,13 @@ class Recipes(abc.ABC):
 
     def evaluate_accuracy_gpu(self, net: Predictor, data_iter: Iterable[tuple[Any, Any]], device: Any = None) -> float:
         """The fraction of all samples that the net gets right, on one device (by default where the net is)."""
-        native = self.home(net) if device is None else Placement(self.backend).existing(device)
+        native = self.home(net) if device is None else Placement(self.backend).find(device)
 
-        def moved(leaf: Any) -> Any:
+        def move(leaf: Any) -> Any:
             return self.native(leaf) if native is None else Placement(self.backend).to_leaf(self.native(leaf), native)
 
         def shards(X: Any, y: Any) -> Iterable[tuple[Any, Any]]:
-            return [(tree.map_leaves(moved, X), moved(y))]
+            return [(tree.map_leaves(move, X), move(y))]
 
         return self._evaluate(net, data_iter, [native], shards)
 

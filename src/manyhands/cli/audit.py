@@ -93,7 +93,7 @@ def run(
     _write(report, json, sarif, html)
     if code == 2 or "--as-if-gpu" in program:  # 2: as argparse ends
         flags.hint_misplaced("audit", program, run)
-    return _same_end(code) if fail_over is None else _exceeded(report, fail_over, code)
+    return _same_end(code) if fail_over is None else _check_limit(report, fail_over, code)
 
 
 def _baseline(path: Path) -> Report:
@@ -172,7 +172,7 @@ def _write(report: Report, json: Path | None, sarif: Path | None, html: Path | N
         raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from None
 
 
-def _exceeded(report: Report, fail_over: float, code: int) -> int:
+def _check_limit(report: Report, fail_over: float, code: int) -> int:
     """The exit code where there is a limit of what the findings may cost."""
     if code == 0 and (report.gain or 0.0) > fail_over:
         print(

@@ -128,8 +128,7 @@ def rename_weights(tensors: Tensors, table: Any) -> Tensors:
         raise BadSettings(f"this is not a table of names: {_FORM}; for an entry {_ENTRY}") from None
     if left := [name for name in tensors if name not in used]:
         raise WrongCheckpoint(
-            f'the table does not map {_listed(left, tensors)}: give each a place under "names", or list it under '
-            '"unused"'
+            f'the table does not map {_list(left, tensors)}: give each a place under "names", or list it under "unused"'
         )
     return new
 
@@ -142,7 +141,7 @@ def _weight(name: str, entry: Any, tensors: Tensors) -> NDArray[Any]:
     if old not in tensors:
         raise WrongCheckpoint(
             f"the table takes {name!r} from {old!r}, and the run holds no such weight{_meant(old, tensors)}. It holds "
-            f"{_listed(tensors, tensors)}"
+            f"{_list(tensors, tensors)}"
         )
     tensor = tensors[old]
     for step in steps:
@@ -155,7 +154,7 @@ def _weight(name: str, entry: Any, tensors: Tensors) -> NDArray[Any]:
     return np.ascontiguousarray(tensor)
 
 
-def _listed(names: Iterable[str], tensors: Tensors) -> str:
+def _list(names: Iterable[str], tensors: Tensors) -> str:
     return ", ".join(f"{name} {list(tensors[name].shape)}" for name in names)
 
 

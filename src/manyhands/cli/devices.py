@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manyhands import __version__, machine
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.cli import probe
 from manyhands.cli.flags import Reads
 from manyhands.device import FRAMEWORKS
@@ -54,7 +54,7 @@ def run(
 
 def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dict[str, Any]:
     """Host, driver and frameworks as plain data, as ``--json`` prints it."""
-    wanted = frameworks or probe.installed()
+    wanted = frameworks or probe.installed_frameworks()
     host, gpus = machine.host(), machine.gpus()
     # Notebooks set FORCE_COLOR, which makes rich treat a pipe as a terminal.
     console = Console(file=sys.stderr, quiet=quiet or not sys.stderr.isatty())
@@ -123,7 +123,7 @@ def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
             console.print(f"{reply['framework']}: does not start: {reply['error']}")
         elif reply["virtual"]:
             console.print(
-                f"{reply['framework']}: {counted(reply['virtual'], 'virtual CPU device')} to stand in for GPUs "
+                f"{reply['framework']}: {count_of(reply['virtual'], 'virtual CPU device')} to stand in for GPUs "
                 "(MANYHANDS_VIRTUAL_DEVICES)"
             )
     if not facts["frameworks"]:

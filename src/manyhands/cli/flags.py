@@ -63,7 +63,7 @@ def framework_or_first(name: str | None) -> str:
     """The chosen framework, or the first that is installed."""
     from manyhands.cli import probe
 
-    return name or next(iter(probe.installed()), FRAMEWORKS[0])
+    return name or next(iter(probe.installed_frameworks()), FRAMEWORKS[0])
 
 
 # Arguments from the signature and the docstring of a function

@@ -76,7 +76,7 @@ def run(
     how["assumptions"] = Assumptions() if input_rate is None else Assumptions(input_rate=input_rate)
     how["link"] = link(how["link"], how.pop("per_node"))
     if profile is None:
-        forecast = _measured(*_subject(script, model, framework, batch_size), **how)
+        forecast = _measure(*_subject(script, model, framework, batch_size), **how)
     elif own := script or model:
         raise BadSettings(f"--profile {profile} and {own}: a profile has its own model")
     else:
@@ -94,7 +94,7 @@ def run(
     return 0
 
 
-def _measured(name: str, model: Any, batch: Any, loss: Any, *, devices: Any, **how: Any) -> Forecast:
+def _measure(name: str, model: Any, batch: Any, loss: Any, *, devices: Any, **how: Any) -> Forecast:
     forecast = measured.forecast(model, batch, devices=devices or DEVICES, loss=loss, **how)
     return replace(forecast, profile=replace(forecast.profile, name=name))
 
@@ -110,5 +110,5 @@ def _subject(text: str | None, name: str | None, framework: str | None, size: in
         raise BadSettings(f"--model {name} and {text}: give one of them")
     model, batch, loss = script_functions.maker(text)()
     if size is not None:
-        batch = measured.of(measured.framework_of(model)).resized(batch, size)
+        batch = measured.of(measured.framework_of(model)).resize(batch, size)
     return text, model, batch, loss

@@ -20,7 +20,7 @@ from manyhands.files import check_writable
 from manyhands.lab import experiment as experiments
 from manyhands.lab import process
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.report import Report, Result, page, text
+from manyhands.lab.report import ExperimentResult, LabReport, page, text
 from manyhands.placement import moves
 
 _INTERRUPTED = 130
@@ -65,7 +65,7 @@ def run(
     everything = experiments.NAMES if "all" in names else ()
     wanted = dict.fromkeys(name for name in (*everything, *names) if name != "all")
     chosen = [experiments.load(name) for name in wanted]
-    frameworks = list(dict.fromkeys(framework or probe.installed()[:1]))
+    frameworks = list(dict.fromkeys(framework or probe.installed_frameworks()[:1]))
     if not frameworks:
         raise FrameworkMissing("no framework is installed: pip install 'manyhands[torch]'")
     for name in frameworks:
@@ -80,11 +80,11 @@ def run(
     for reply in replies:
         if "error" in reply:
             raise FrameworkMissing(f"{reply['framework']} does not start here: {reply['error']}")
-    report = Report(quick, asdict(machine.host()), replies, manyhands=__version__)
+    report = LabReport(quick, asdict(machine.host()), replies, manyhands=__version__)
     return run_all(jobs, report, html, json)
 
 
-def run_all(jobs: list[tuple[str, Experiment]], report: Report, html: Path, json: Path | None) -> int:
+def run_all(jobs: list[tuple[str, Experiment]], report: LabReport, html: Path, json: Path | None) -> int:
     """Run the experiments; the report is written after each."""
     gpus = {reply["framework"]: sum(row["kind"] == "gpu" for row in reply["devices"]) for reply in report.frameworks}
     interrupted = False
@@ -100,7 +100,7 @@ def run_all(jobs: list[tuple[str, Experiment]], report: Report, html: Path, json
                 result = process.run(experiment, framework, quick=report.quick, gpus=gpus[framework], say=say)
             except KeyboardInterrupt:
                 interrupted, why = True, "stopped by Ctrl-C before it was finished"
-                result = Result.of(experiment, framework, "interrupted", why=why)
+                result = ExperimentResult.of(experiment, framework, "interrupted", why=why)
             report = report.with_result(result)
             print(text(result), flush=True)
             html.write_text(page(report), encoding="utf-8")

@@ -16,7 +16,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.device import FRAMEWORKS
 from manyhands.placement import measure, moves
 
@@ -29,9 +29,9 @@ _MODEST = {
 }
 
 
-def installed() -> list[str]:
+def installed_frameworks() -> list[str]:
     """The frameworks that are installed; does not import them."""
-    return [name for name in FRAMEWORKS if moves.installed(name)]
+    return [name for name in FRAMEWORKS if moves.is_installed(name)]
 
 
 def ask(framework: str, *, measured: bool = False) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def ask(framework: str, *, measured: bool = False) -> dict[str, Any]:
             command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"framework": framework, "error": f"did not answer within {counted(_SECONDS, 'second')}"}
+        return {"framework": framework, "error": f"did not answer within {count_of(_SECONDS, 'second')}"}
     for line in reversed(done.stdout.splitlines()):
         if line.startswith('{"framework"'):  # frameworks also print other lines
             report: dict[str, Any] = json.loads(line)

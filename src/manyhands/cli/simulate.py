@@ -9,7 +9,7 @@ import sys
 from manyhands.cli import flags
 from manyhands.cli.flags import Count, File, Rest
 from manyhands.errors import BadSettings, FrameworkMissing
-from manyhands.placement.moves import VIRTUAL_DEVICES, installed
+from manyhands.placement.moves import VIRTUAL_DEVICES, is_installed
 
 
 def run(script: File, arguments: Rest, *, devices: Count | None = None) -> int:
@@ -27,7 +27,7 @@ def run(script: File, arguments: Rest, *, devices: Count | None = None) -> int:
     asked = os.environ.get(VIRTUAL_DEVICES, "").strip()
     if devices is not None and asked:
         os.environ[VIRTUAL_DEVICES] = str(devices)
-    if not installed("torch"):
+    if not is_installed("torch"):
         raise FrameworkMissing(
             "manyhands simulate puts virtual devices in the place of PyTorch's GPUs, and torch is not installed. In "
             f"JAX, TensorFlow and MXNet write {VIRTUAL_DEVICES}=2 python {script}, and let the script take its "

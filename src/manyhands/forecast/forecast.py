@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.amounts import counted, seconds
+from manyhands.amounts import count_of, seconds
 from manyhands.errors import BadProfile
 from manyhands.files import new_figure, to_write
 from manyhands.forecast import scaling
 from manyhands.forecast.links import Link
-from manyhands.forecast.profile import MEMORY_PARTS, SCHEMA, Memory, Profile
+from manyhands.forecast.profile import MEMORY_PARTS, SCHEMA, MemoryByPart, Profile
 from manyhands.forecast.scaling import TERMS, Assumptions, Row
 from manyhands.schedule.memory import megabytes
 
@@ -55,7 +55,7 @@ class Forecast:
             words.append(self._does_not_fit(problems))
         losing = [row for row in several if not row.pays]
         if losing:
-            words.append(_losing(losing[0], losing))
+            words.append(_losses_in_words(losing[0], losing))
         best = max((row for row in several if row.pays), key=lambda row: row.devices, default=None)
         if best is not None:
             words.append(f"{_devices(best.devices)} pay: {_times(best)}, {best.efficiency:.0%} efficient")
@@ -69,12 +69,12 @@ class Forecast:
         first = min(problems, key=lambda row: row.devices)
         assert first.memory is not None
         assert self.profile.capacity is not None
-        shared = self.profile.sharing(min(first.devices, self.link.per_node))
+        shared = self.profile.devices_sharing(min(first.devices, self.link.per_node))
         most = scaling.largest_shard(self.profile, self.link, first.devices)
         where = "one device" if first.devices == 1 else f"each of {first.devices} devices"
         return (
             f"the batch does not fit on {counts} device{'s' if counts != '1' else ''}: "
-            f"{counted(first.shard, 'sample')} on {where} would take {megabytes(first.memory.total)} of "
+            f"{count_of(first.shard, 'sample')} on {where} would take {megabytes(first.memory.total)} of "
             f"{megabytes(self.profile.capacity / shared)}, "
             + (f"{most:,} would fit" if most else "and not even one sample would fit")
         )
@@ -129,7 +129,7 @@ class Forecast:
             self.headline,
             "",
             f"{profile.name}, {sizes} {profile.batch_size}, on {device}: {seconds(step.total)} a step{shares}",
-            f"gradients: {megabytes(profile.gradient_bytes)} in {counted(len(profile.buckets), 'bucket')}; "
+            f"gradients: {megabytes(profile.gradient_bytes)} in {count_of(len(profile.buckets), 'bucket')}; "
             f"link {self.link}",
             "",
             *_table([_time_cells(row) for row in self.rows]),
@@ -159,7 +159,7 @@ _TAKE_TURNS = (
 )
 
 
-def _losing(first: Row, losing: Sequence[Row]) -> str:
+def _losses_in_words(first: Row, losing: Sequence[Row]) -> str:
     counts = ", ".join(str(row.devices) for row in losing)
     words = f"{counts} device{'s' if counts != '1' else ''} do not pay"
     worst = "" if first.worst_term is None else f", {first.worst_term} eats most of the gain"
@@ -174,7 +174,7 @@ def _losing(first: Row, losing: Sequence[Row]) -> str:
 
 
 def _devices(count: int) -> str:
-    return counted(count, "device")
+    return count_of(count, "device")
 
 
 def _times(row: Row) -> str:
@@ -202,7 +202,7 @@ def _time_cells(row: Row) -> dict[str, str]:
     }
 
 
-def _memory_cells(row: Row, memory: Memory, parts: Sequence[str]) -> dict[str, str]:
+def _memory_cells(row: Row, memory: MemoryByPart, parts: Sequence[str]) -> dict[str, str]:
     cells = {"devices": f"{row.devices:,}", "peak memory": megabytes(memory.total)}
     cells |= {name: megabytes(getattr(memory, name)) for name in parts}
     return cells | {"fits": "-" if row.fits is None else "yes" if row.fits else "no"}
@@ -267,7 +267,7 @@ def _speed_up(axes: Axes, forecast: Forecast) -> None:
     axes.set_xticks(devices, [f"{count}" for count in devices])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("devices")
-    axes.set_ylabel(f"times the speed of {counted(base, 'device')}")
+    axes.set_ylabel(f"times the speed of {count_of(base, 'device')}")
     axes.grid(visible=True, alpha=0.35)
     axes.legend(frameon=False)
 

@@ -62,7 +62,7 @@ def profile(
     )
 
 
-def resized(batch: Any, batch_size: int) -> Any:
+def resize(batch: Any, batch_size: int) -> Any:
     """A batch of ``batch_size`` samples, taken from another batch; they repeat if there are too few."""
     return tuple(part[np.arange(batch_size) % len(part)] for part in _arrays(batch))
 

@@ -115,7 +115,7 @@ def link(text: str | Link | Path, per_node: int | None = None) -> Link:
 
     ``a+b``: a within a node, the network b between nodes. ``per_node``: this many devices in each node.
     """
-    chosen = text if isinstance(text, Link) else _parsed(str(text))
+    chosen = text if isinstance(text, Link) else _parse(str(text))
     if per_node is None:
         return chosen
     if chosen.network is not None and chosen.per_node == 1 and per_node > 1:
@@ -125,7 +125,7 @@ def link(text: str | Link | Path, per_node: int | None = None) -> Link:
     return replace(chosen, per_node=per_node)
 
 
-def _parsed(text: str) -> Link:
+def _parse(text: str) -> Link:
     if text in LINKS:
         return LINKS[text]
     inside, plus, across = text.partition("+")

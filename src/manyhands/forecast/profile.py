@@ -38,7 +38,7 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "batch")
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryByPart:
     """Bytes in use on one device. ``activations``: all that has no other name, the workspace of operations, too."""
 
     weights: float = 0
@@ -63,34 +63,34 @@ class MemoryLine:
     """
 
     several: bool
-    fixed: Memory
-    per_sample: Memory
+    fixed: MemoryByPart
+    per_sample: MemoryByPart
 
-    def at(self, batch: float) -> Memory:
+    def at(self, batch: float) -> MemoryByPart:
         fixed, slopes = self.fixed, self.per_sample
-        return Memory(*(max(0.0, getattr(fixed, name) + batch * getattr(slopes, name)) for name in MEMORY_PARTS))
+        return MemoryByPart(*(max(0.0, getattr(fixed, name) + batch * getattr(slopes, name)) for name in MEMORY_PARTS))
 
 
-Steps = tuple[int, Sequence[Memory]]  # a batch size, and the memory in use after each operation of a step
+Steps = tuple[int, Sequence[MemoryByPart]]  # a batch size, and the memory in use after each operation of a step
 
 
 def memory_lines(several: bool, small: Steps, large: Steps | None = None) -> list[MemoryLine]:
     """The lines whose highest is the peak. From a single step, memory is taken not to depend on the batch."""
     if large is None or large[0] == small[0]:
-        return [MemoryLine(several, _peak(small[1]), Memory())]
+        return [MemoryLine(several, _peak(small[1]), MemoryByPart())]
     if len(small[1]) != len(large[1]):  # other operations: moments cannot be compared, so one line through both peaks
         return [_memory_line(several, small[0], _peak(small[1]), large[0], _peak(large[1]))]
     lines = [_memory_line(several, small[0], low, large[0], high) for low, high in zip(small[1], large[1], strict=True)]
     return [lines[number] for number in _highest([(line.per_sample.total, line.fixed.total) for line in lines])]
 
 
-def _peak(moments: Sequence[Memory]) -> Memory:
+def _peak(moments: Sequence[MemoryByPart]) -> MemoryByPart:
     return max(moments, key=lambda memory: memory.total)
 
 
-def _memory_line(several: bool, x0: int, first: Memory, x1: int, second: Memory) -> MemoryLine:
-    slopes = Memory(*((getattr(second, name) - getattr(first, name)) / (x1 - x0) for name in MEMORY_PARTS))
-    fixed = Memory(*(getattr(first, name) - x0 * getattr(slopes, name) for name in MEMORY_PARTS))
+def _memory_line(several: bool, x0: int, first: MemoryByPart, x1: int, second: MemoryByPart) -> MemoryLine:
+    slopes = MemoryByPart(*((getattr(second, name) - getattr(first, name)) / (x1 - x0) for name in MEMORY_PARTS))
+    fixed = MemoryByPart(*(getattr(first, name) - x0 * getattr(slopes, name) for name in MEMORY_PARTS))
     return MemoryLine(several, fixed, slopes)
 
 
@@ -193,7 +193,7 @@ class Profile:
     def gradient_bytes(self) -> int:
         return sum(bucket.size for bucket in self.buckets)
 
-    def sharing(self, devices: int) -> int:
+    def devices_sharing(self, devices: int) -> int:
         """How many of the devices of a node take turns and share one memory: those made of one CPU do."""
         return devices if self.kind == "cpu" else 1
 
@@ -206,12 +206,12 @@ class Profile:
             factor = (fixed + (only.total - fixed) * batch / only.batch) / only.total
             return replace(only.times(factor), batch=round(batch))
         parts = {
-            name: _line(_growing([(point.batch, getattr(point, name)) for point in points]), batch)
+            name: _line(_increasing_part([(point.batch, getattr(point, name)) for point in points]), batch)
             for name in ("forward", "backward", "optimizer")
         }
         return StepTime(round(batch), **parts)
 
-    def memory_of(self, batch: float, devices: int) -> Memory | None:
+    def memory_of(self, batch: float, devices: int) -> MemoryByPart | None:
         """The peak of a step on a shard of this many samples."""
         lines = [line.at(batch) for line in self.memory if line.several == (devices > 1)]
         return max(lines, key=lambda memory: memory.total, default=None)
@@ -237,7 +237,7 @@ class Profile:
             chosen["times"] = tuple(StepTime(**point) for point in chosen["times"])
             chosen["buckets"] = tuple(Bucket(**bucket) for bucket in chosen["buckets"])
             chosen["memory"] = tuple(
-                MemoryLine(line["several"], Memory(**line["fixed"]), Memory(**line["per_sample"]))
+                MemoryLine(line["several"], MemoryByPart(**line["fixed"]), MemoryByPart(**line["per_sample"]))
                 for line in chosen.get("memory", ())
             )
             profile = cls(**{**chosen, "notes": tuple(chosen.get("notes", ()))})
@@ -282,7 +282,7 @@ def _line(points: Sequence[tuple[float, float]], x: float) -> float:
     return max(0.0, y1 + (slope if x <= x1 else max(0.0, slope)) * (x - x1))
 
 
-def _growing(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _increasing_part(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Times that grow with the batch, but never faster than the batch.
 
     Disturbances only add time: if a batch takes longer than a larger one, it gets the larger one's time. And a part of

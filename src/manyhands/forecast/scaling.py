@@ -29,7 +29,7 @@ from statistics import NormalDist
 
 from manyhands.errors import BadSettings
 from manyhands.forecast.links import Link, all_reduce
-from manyhands.forecast.profile import Memory, Profile
+from manyhands.forecast.profile import MemoryByPart, Profile
 
 HIDDEN = 0.42
 JITTER = 0.08 / 5.4
@@ -70,7 +70,7 @@ class Row:
     base: int  # devices that the speed-up is over: one, or a node
     base_seconds: float  # of the base for the same samples
     terms: dict[str, float]
-    memory: Memory | None
+    memory: MemoryByPart | None
     fits: bool | None
     pays: bool
     pays_from: int | None  # the smallest batch size at which this many devices pay; None: none does
@@ -141,28 +141,28 @@ def _one_device(profile: Profile, link: Link, assumptions: Assumptions) -> Profi
     count, given = profile.devices, profile.step(profile.batch_size).total
     parts = [replace(point, batch=-(-point.batch // count)) for point in profile.times]
 
-    def scaled(factor: float) -> Profile:
+    def scale(factor: float) -> Profile:
         times = tuple(part.times(factor) for part in parts)
         return replace(profile, devices=1, batch_size=-(-profile.batch_size // count), times=times)
 
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        terms = step_terms(scaled(middle), link, count, profile.batch_size, assumptions)
+        terms = step_terms(scale(middle), link, count, profile.batch_size, assumptions)
         low, high = (middle, high) if sum(terms.values()) < given else (low, middle)
     if high < _LEAST_COMPUTING:
         raise BadSettings(
             f"a step of {count} devices that takes {given * 1e3:.3g} ms cannot be over link {link.name!r}: the sum of "
             "their gradients, or the input, takes longer alone"
         )
-    return scaled(high)
+    return scale(high)
 
 
 def _row(profile: Profile, link: Link, devices: int, batch: int, base: int, assumptions: Assumptions) -> Row:
     terms = step_terms(profile, link, devices, batch, assumptions)
     alone = sum(step_terms(profile, link, base, batch, assumptions).values())
     memory = profile.memory_of(-(-batch // devices), devices)
-    shared = profile.sharing(min(devices, link.per_node))
+    shared = profile.devices_sharing(min(devices, link.per_node))
     fits = None if memory is None or profile.capacity is None else shared * memory.total <= profile.capacity
     seconds = sum(terms.values())
     pays = devices == base or alone / seconds * base / devices >= assumptions.pays
@@ -172,7 +172,7 @@ def _row(profile: Profile, link: Link, devices: int, batch: int, base: int, assu
 
 def largest_shard(profile: Profile, link: Link, devices: int) -> int:
     """The most samples that fit into a device's memory; 0 if not even one fits."""
-    shared = profile.sharing(min(devices, link.per_node))
+    shared = profile.devices_sharing(min(devices, link.per_node))
     capacity = math.inf if profile.capacity is None else profile.capacity / shared
     return _first(lambda shard: _peak(profile, shard, devices) > capacity, _LARGEST_BATCH) - 1
 
@@ -185,7 +185,7 @@ def step_terms(profile: Profile, link: Link, devices: int, batch: int, assumptio
     if devices == 1:
         return {"computing": alone, "input": max(0.0, prepared - alone)}
     step = profile.step(-(-batch // devices))
-    slowdown = profile.sharing(together)
+    slowdown = profile.devices_sharing(together)
     terms = {"computing": alone / devices, "fixed cost": step.total - alone / devices}
     terms["contention"] = step.total * (slowdown - 1)
     step = step.times(slowdown)

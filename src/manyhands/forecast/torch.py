@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from manyhands import machine
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as backend
 from manyhands.errors import BadSettings
-from manyhands.forecast.profile import Bucket, Memory, MemoryLine, Profile, StepTime, memory_lines
+from manyhands.forecast.profile import Bucket, MemoryByPart, MemoryLine, Profile, StepTime, memory_lines
 from manyhands.placement.moves import Placement
 from manyhands.training.loss import own_step
 from manyhands.training.options import Settings
@@ -52,7 +52,7 @@ def noise(batch_size: int) -> Batch:
     return torch.rand(batch_size, 1, 28, 28), torch.randint(10, (batch_size,))
 
 
-def resized(batch: Batch, batch_size: int) -> Batch:
+def resize(batch: Batch, batch_size: int) -> Batch:
     """A batch of ``batch_size`` samples, taken from another batch; they repeat if there are too few."""
     count = rows(batch)
     return pick(batch, [number % count for number in range(batch_size)])
@@ -71,7 +71,7 @@ def profile(
         runs = [run for several in (False, True) for run in _runs(subject, batch, several, base, notes)]
     if not any(run.buckets for run in runs) or all(run.buckets for run in runs):
         raise BadSettings(
-            f"a part of the batch, {counted(-(-size // 16), 'sample')}, does not fit into memory: give a smaller one"
+            f"a part of the batch, {count_of(-(-size // 16), 'sample')}, does not fit into memory: give a smaller one"
         )
     memory: list[MemoryLine] = []
     for several in (False, True):
@@ -111,7 +111,7 @@ class _Run:
 
     time: StepTime
     buckets: tuple[Bucket, ...]
-    held: tuple[int, list[Memory]]
+    held: tuple[int, list[MemoryByPart]]
 
 
 def _runs(subject: _Subject, batch: Batch, several: bool, base: int, notes: list[str]) -> Iterator[_Run]:
@@ -126,12 +126,12 @@ def _runs(subject: _Subject, batch: Batch, several: bool, base: int, notes: list
         try:
             with subject.several(several):
                 part = _shard_of(subject.model, batch, shard)
-                time = _timed(subject, part, shard)
+                time = _time(subject, part, shard)
                 buckets = _arrivals(subject, part) if several else ()
                 run = _Run(time, buckets, (shard, _held(subject, part, base)))
         except torch.cuda.OutOfMemoryError:  # what fits is enough: the rest is on lines
             notes.append(
-                f"a shard of {counted(shard, 'sample')} does not fit into the memory of one device: times and bytes "
+                f"a shard of {count_of(shard, 'sample')} does not fit into the memory of one device: times and bytes "
                 "are extrapolated."
             )
             torch.cuda.empty_cache()
@@ -143,7 +143,7 @@ def _runs(subject: _Subject, batch: Batch, several: bool, base: int, notes: list
 # Time
 
 
-def _timed(subject: _Subject, part: Batch, shard: int) -> StepTime:
+def _time(subject: _Subject, part: Batch, shard: int) -> StepTime:
     """The mean time of each part. On a GPU the parts are scaled to the time of a step without synchronisation."""
     for _ in range(_WARM_UP):
         subject.step(part)
@@ -224,7 +224,7 @@ def _moments(device: torch.device) -> Callable[[], Callable[[], float]]:
 # Memory
 
 
-def _held(subject: _Subject, part: Batch, base: int) -> list[Memory]:
+def _held(subject: _Subject, part: Batch, base: int) -> list[MemoryByPart]:
     """The memory in use after each operation of a step; ``base``: what a GPU's allocator had given out before."""
     subject.optimizer.zero_grad(set_to_none=True)
     if subject.gradients is not None:
@@ -233,31 +233,31 @@ def _held(subject: _Subject, part: Batch, base: int) -> list[Memory]:
     weights = [*parameters, *subject.model.buffers()]
     state = [value for kept in subject.optimizer.state.values() for value in kept.values()]
     batch = tensors_in(part)
-    fixed = Memory(weights=_bytes(weights), optimizer=_bytes(state, like=subject.device), batch=_bytes(batch))
+    fixed = MemoryByPart(weights=_bytes(weights), optimizer=_bytes(state, like=subject.device), batch=_bytes(batch))
 
     if subject.device.type == "cuda":
-        in_use: Callable[[Any], int] = _allocated(subject.device, base)
+        in_use: Callable[[Any], int] = _allocator_peak(subject.device, base)
     else:
         in_use = _LiveBytes([*weights, *state, *batch, *(parameter.grad for parameter in parameters)])
 
-    def moment(result: Any) -> Memory:
+    def moment(result: Any) -> MemoryByPart:
         total = in_use(result)
         gradients = _bytes(parameter.grad for parameter in parameters)
         return replace(fixed, gradients=gradients, activations=max(0.0, total - fixed.total - gradients))
 
     with _AfterEach(moment) as after:
         subject.step(part)
-    values: list[Memory] = after.values
+    values: list[MemoryByPart] = after.values
     return values
 
 
 class _AfterEach(compat.TorchDispatchMode):
     """Calls a function with the result of each operation."""
 
-    def __init__(self, function: Callable[[Any], Memory]) -> None:
+    def __init__(self, function: Callable[[Any], MemoryByPart]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._function = function
-        self.values: list[Memory] = []
+        self.values: list[MemoryByPart] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -265,7 +265,7 @@ class _AfterEach(compat.TorchDispatchMode):
         return result
 
 
-def _allocated(device: torch.device, base: int) -> Callable[[Any], int]:
+def _allocator_peak(device: torch.device, base: int) -> Callable[[Any], int]:
     """The peak of a GPU's allocator since the last call, with what an operation takes for itself while it runs."""
     torch.cuda.reset_peak_memory_stats(device)
 
@@ -296,12 +296,12 @@ class _LiveBytes:
         if key in self._living:
             return
 
-        def freed(_: Any) -> None:
+        def free(_: Any) -> None:
             self._bytes -= size
             del self._living[key]
 
         self._bytes += size
-        self._living[key] = weakref.ref(storage, freed)
+        self._living[key] = weakref.ref(storage, free)
 
 
 def _bytes(tensors: Iterable[Any], like: torch.device | None = None) -> int:

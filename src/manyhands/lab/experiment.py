@@ -16,7 +16,7 @@ from manyhands.errors import BadSettings
 
 if TYPE_CHECKING:
     from manyhands.lab.bench import Bench
-    from manyhands.lab.finding import Finding
+    from manyhands.lab.finding import Answer
 
 # In the order in which they are listed and run; the module of each has "_" for "-".
 NAMES = (
@@ -34,7 +34,7 @@ NAMES = (
 )
 
 
-def _nothing(bench: Bench) -> Finding:
+def _nothing(bench: Bench) -> Answer:
     raise NotImplementedError
 
 
@@ -55,9 +55,9 @@ class Experiment:
     devices: int = 1
     apart: bool = False
     one_core: bool = False
-    run: Callable[[Bench], Finding] = _nothing
+    run: Callable[[Bench], Answer] = _nothing
 
-    def __call__(self, run: Callable[[Bench], Finding]) -> Experiment:
+    def __call__(self, run: Callable[[Bench], Answer]) -> Experiment:
         return replace(self, run=run)
 
     def uses_one_core(self, gpus: int) -> bool:

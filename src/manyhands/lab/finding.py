@@ -65,7 +65,7 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Answer:
     """An experiment's answer. ``conclusion`` is written from the figures: other figures, another sentence."""
 
     conclusion: str

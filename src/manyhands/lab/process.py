@@ -2,7 +2,7 @@
 
 There are three reasons: virtual devices and the number of threads are fixed when a framework starts, one framework
 takes all of a GPU's memory, and a crash must not stop the other experiments. The child prints its progress and pickles
-its :class:`Result` into a file. What it writes to stderr is shown if it ends without a result.
+its :class:`ExperimentResult` into a file. What it writes to stderr is shown if it ends without a result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from manyhands.errors import ManyhandsError, first_line
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, load
-from manyhands.lab.finding import Finding, Implausible
-from manyhands.lab.report import Result, Status, mark_virtual
+from manyhands.lab.finding import Answer, Implausible
+from manyhands.lab.report import ExperimentResult, Status, mark_virtual
 from manyhands.placement.moves import VIRTUAL_DEVICES
 
 # A virtual device is one core: otherwise a single device would use all cores, and two could not be faster.
@@ -46,7 +46,9 @@ _BUSY = 30.0  # percent of the CPU that other programs use
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
 
 
-def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: Callable[[str], None]) -> Result:
+def run(
+    experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: Callable[[str], None]
+) -> ExperimentResult:
     """Run the experiment and return its result; an interrupt (Ctrl-C) ends the child and reaches the caller."""
     begin = time.perf_counter()
     environment = {name: value for name, value in {**_QUIET, **os.environ}.items() if name != VIRTUAL_DEVICES}
@@ -73,12 +75,12 @@ def run(experiment: Experiment, framework: str, *, quick: bool, gpus: int, say: 
             child.wait()
             raise
         if file.exists():
-            result: Result = pickle.loads(file.read_bytes())
+            result: ExperimentResult = pickle.loads(file.read_bytes())
             return result
         errors.seek(0)
         last = [line.strip() for line in errors if line.strip()][-3:]
     why = f"its process ended with status {child.returncode}: {' / '.join(last) or 'it said nothing'}"
-    return Result.of(experiment, framework, "failed", seconds=time.perf_counter() - begin, why=why)
+    return ExperimentResult.of(experiment, framework, "failed", seconds=time.perf_counter() - begin, why=why)
 
 
 def check_load() -> None:
@@ -90,7 +92,7 @@ def check_load() -> None:
         raise Implausible(f"other programs use {load:.0f}% of the CPU, and {_BUSY:.0f}% is the most: try again later")
 
 
-def _measure(experiment: Experiment, bench: Bench) -> Finding:
+def _measure(experiment: Experiment, bench: Bench) -> Answer:
     bench.recorded.clear()
     check_load()
     finding = experiment.run(bench)
@@ -98,7 +100,7 @@ def _measure(experiment: Experiment, bench: Bench) -> Finding:
     return mark_virtual(finding, bench.virtual, bench.framework)
 
 
-def perform(experiment: Experiment, bench: Bench) -> Result:
+def perform(experiment: Experiment, bench: Bench) -> ExperimentResult:
     """Run the experiment in this process, a second time if its times cannot be true; the result says how it ended."""
     begin = time.perf_counter()
     status: Status = "done"
@@ -116,7 +118,7 @@ def perform(experiment: Experiment, bench: Bench) -> Result:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         status, why = "failed", f"{first_line(error)} ({os.path.basename(frame.filename)}:{frame.lineno})"
     rest: dict[str, Any] = {"finding": finding, "trials": bench.recorded, "virtual": bench.virtual, "why": why}
-    return Result.of(experiment, bench.framework, status, seconds=time.perf_counter() - begin, **rest)
+    return ExperimentResult.of(experiment, bench.framework, status, seconds=time.perf_counter() - begin, **rest)
 
 
 def _child(settings: dict[str, Any], file: Path) -> None:

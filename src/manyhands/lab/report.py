@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from manyhands.amounts import seconds
 from manyhands.audit.reports.html import page_of
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Plot, Table, Trial
+from manyhands.lab.finding import Answer, Plot, Table, Trial
 from manyhands.schedule.timeline import gantt
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ img { width: 100%; max-width: 46rem; display: block; margin: 0.5rem 0 1.5rem; }
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ExperimentResult:
     """``why``: the reason if it did not finish. ``virtual``: the virtual devices that replaced real ones."""
 
     experiment: str
@@ -54,28 +54,28 @@ class Result:
     framework: str
     status: Status
     seconds: float = 0.0
-    finding: Finding | None = None
+    finding: Answer | None = None
     trials: Sequence[Trial] = ()
     virtual: Sequence[str] = ()
     why: str = ""
 
     @classmethod
-    def of(cls, experiment: Experiment, framework: str, status: Status, **rest: Any) -> Result:
+    def of(cls, experiment: Experiment, framework: str, status: Status, **rest: Any) -> ExperimentResult:
         return cls(experiment.name, experiment.question, experiment.exercise, framework, status, **rest)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LabReport:
     """The results in the order of their runs, and the machine they were measured on."""
 
     quick: bool
     host: Mapping[str, Any]
     frameworks: Sequence[Mapping[str, Any]]  # as `manyhands devices --json` lists them
-    results: Sequence[Result] = ()
+    results: Sequence[ExperimentResult] = ()
     manyhands: str = ""
     date: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
-    def with_result(self, result: Result) -> Report:
+    def with_result(self, result: ExperimentResult) -> LabReport:
         return replace(self, results=[*self.results, result])
 
     def as_json(self) -> str:
@@ -91,7 +91,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def mark_virtual(finding: Finding, virtual: Sequence[str], framework: str) -> Finding:
+def mark_virtual(finding: Answer, virtual: Sequence[str], framework: str) -> Answer:
     """The same finding; if devices were virtual, every table, plot and conclusion says so."""
     if not virtual:
         return finding
@@ -105,7 +105,7 @@ def mark_virtual(finding: Finding, virtual: Sequence[str], framework: str) -> Fi
     return replace(finding, conclusion=f"{finding.conclusion} {note}", tables=tables, plots=plots)
 
 
-def text(result: Result) -> str:
+def text(result: ExperimentResult) -> str:
     """A result as text for a terminal."""
     lines = [f"{result.question} ({result.experiment}, {result.framework}, {result.seconds:.0f} s)"]
     lines.append(f"  {result.exercise}")
@@ -128,7 +128,7 @@ def _table_lines(table: Table) -> list[str]:
     return lines
 
 
-def page(report: Report) -> str:
+def page(report: LabReport) -> str:
     """The HTML page."""
     title, host = "manyhands lab", report.host
     contents = "".join(
@@ -150,7 +150,7 @@ def page(report: Report) -> str:
     return page_of(title, "\n".join(part for part in body if part), _STYLE)
 
 
-def _card(result: Result) -> str:
+def _card(result: ExperimentResult) -> str:
     parts = [
         f'<section class="card" id="{_anchor(result)}"><h2>{escape(result.question)}</h2>',
         f'<p class="small">{escape(result.experiment)}, {result.framework}, {result.seconds:.0f} s. '
@@ -187,7 +187,7 @@ def _table(table: Table) -> str:
     return f"<table>{head}<tbody>{rows}</tbody></table>"
 
 
-def _anchor(result: Result) -> str:
+def _anchor(result: ExperimentResult) -> str:
     return f"{result.experiment}-{result.framework}"
 
 

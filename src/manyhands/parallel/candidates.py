@@ -47,14 +47,14 @@ def synchronous(trials: Trials) -> Candidate:
     return Candidate(Method(Executor.CALLERS_THREAD), scheduled, trials.trace)
 
 
-def compiled(trials: Trials, trace: Trace) -> Candidate:
+def compile_whole(trials: Trials, trace: Trace) -> Candidate:
     """The graph compiled as a whole; on a GPU captured in a CUDA graph."""
     executor = Executor.THREADS if trials.devices is None else Executor.GRAPH
-    scheduled = one_lane(_costed(trace, trials.devices))
+    scheduled = one_lane(_with_costs(trace, trials.devices))
     return Candidate(Method(executor, "whole graph", compiled=True), scheduled, trace, planning.threads())
 
 
-def _costed(trace: Trace, devices: Gpus | None) -> Graph:
+def _with_costs(trace: Trace, devices: Gpus | None) -> Graph:
     return graph(costs(trace, devices).tasks)
 
 
@@ -96,9 +96,9 @@ def _on_gpus(trials: Trials) -> list[Candidate]:
     if (reason := why_no_graph(trace)) is None:
         tried.append((Executor.GRAPH, "one lane", one_lane(measured), trace))
         if trace.unsplit is not None:
-            whole = one_lane(_costed(trace.unsplit, trials.devices))
+            whole = one_lane(_with_costs(trace.unsplit, trials.devices))
             tried.append((Executor.GRAPH, "one lane, nothing split", whole, trace.unsplit))
-        tried += [(Executor.GRAPH, name, scheduled, trace) for name, scheduled in _promising(trials, schedules)]
+        tried += [(Executor.GRAPH, name, scheduled, trace) for name, scheduled in _most_promising(trials, schedules)]
     else:
         trials.notes.append(reason)
     if copies_or_computes_on_host(trace) or len({task.device for task in measured.tasks}) > 1:
@@ -109,7 +109,7 @@ def _on_gpus(trials: Trials) -> list[Candidate]:
     return made
 
 
-def _promising(trials: Trials, schedules: Sequence[_Named]) -> Sequence[_Named]:
+def _most_promising(trials: Trials, schedules: Sequence[_Named]) -> Sequence[_Named]:
     """The plans with a simulated gain over one lane: capturing, comparing and timing each takes long.
 
     The best plan is always included, unless its tasks can only follow each other.

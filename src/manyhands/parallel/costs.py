@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.cache import CacheFile
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run import costs as measuring
@@ -44,7 +44,7 @@ class Costed:
 
     def summary(self) -> str:
         """How many costs were measured, remembered and estimated."""
-        measured = counted(self.measured, "kind of operation", "kinds of operations")
+        measured = count_of(self.measured, "kind of operation", "kinds of operations")
         return f"costs: {measured} measured, {self.remembered} from the cache, {self.estimated} estimated"
 
 
@@ -60,12 +60,12 @@ def costs(trace: Trace, device: Gpus | None, *, measure: bool = True) -> Costed:
     for number, (task, key) in enumerate(zip(tasks, measuring.cost_keys(trace), strict=True)):
         if key not in costs_of:
             cost, how = known.get(key), "remembered"
-            if cost is None and time.monotonic() < end and (pair := measuring.measured(trace, number, device)):
+            if cost is None and time.monotonic() < end and (pair := measuring.measure(trace, number, device)):
                 cost, how = Cost(*pair), "measured"
                 known.add(key, cost)
             if cost is None:
                 rates = rates or measuring.rates(device)
-                cost, how = Cost(*measuring.estimated(trace, number, device, rates)), "estimated"
+                cost, how = Cost(*measuring.estimate(trace, number, device, rates)), "estimated"
             costs_of[key] = cost
             counts[how] += 1
         cost = costs_of[key]

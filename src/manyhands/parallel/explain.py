@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.parallel.plan import Plan
 from manyhands.schedule.graph import Graph
 from manyhands.schedule.lanes import Schedule
@@ -65,10 +65,10 @@ def _about(schedule: Schedule) -> list[str]:
     waits = [sum(len(schedule.waits.get(task, ())) for task in numbers) for numbers in lanes]
     used = sum(map(bool, lanes))
     return [
-        f"  {counted(len(schedule.graph), 'task')}, {counted(used, 'lane')}, "
-        f"{counted(schedule.wait_count(), 'wait')} between them",
+        f"  {count_of(len(schedule.graph), 'task')}, {count_of(used, 'lane')}, "
+        f"{count_of(schedule.wait_count(), 'wait')} between them",
         *(
-            f"    {lane}: {counted(len(numbers), 'task')}, {_ms(seconds)} of work, {counted(count, 'wait')}"
+            f"    {lane}: {count_of(len(numbers), 'task')}, {_ms(seconds)} of work, {count_of(count, 'wait')}"
             for lane, numbers, seconds, count in zip(schedule.names(), lanes, work, waits, strict=True)
             if numbers
         ),

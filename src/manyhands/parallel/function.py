@@ -21,9 +21,9 @@ from manyhands.parallel import explain
 from manyhands.parallel.graphs import Graphs, joined_plan
 from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import AS_WRITTEN, Plan
-from manyhands.parallel.planner import Options
+from manyhands.parallel.planner import PlanOptions
 from manyhands.parallel.pure import Pure
-from manyhands.schedule.forecast import Forecast, Machine, forecast
+from manyhands.schedule.forecast import Machine, ScheduleForecast, forecast
 from manyhands.schedule.simulate import timeline_of
 from manyhands.schedule.timeline import Timeline
 from manyhands.tree import plain_leaves
@@ -60,7 +60,7 @@ class Parallel(ParallelFunction[P, R]):
         _must_allow_memory(memory)
         self.pure, self.dynamic, self.reuse_outputs = pure, dynamic, reuse_outputs
         self.memory, self.compile, self.synchronous = memory, compile, synchronous
-        self._options = Options(reuse_outputs, memory, compile, synchronous)
+        self._options = PlanOptions(reuse_outputs, memory, compile, synchronous)
         name = explain.name_of(function)
         self._graphs = Graphs(self._options, name, shows_progress=True)
         self._whole = Pure(function, self._options, name) if pure else None
@@ -148,8 +148,8 @@ class Parallel(ParallelFunction[P, R]):
         notes += [f"break {number}: {graph_break}" for number, graph_break in enumerate(captured.breaks, 1)]
         return (*notes, *captured.notes)
 
-    def measured(self) -> Timeline:
-        schedule, planned = self._scheduled(), self.planned
+    def measure(self) -> Timeline:
+        schedule, planned = self._schedule(), self.planned
         assert planned.timed is not None
         try:
             moments = planned.timed()
@@ -162,8 +162,8 @@ class Parallel(ParallelFunction[P, R]):
 
     def forecast(
         self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
-    ) -> Forecast:
-        schedule, planned = self._scheduled(), self.planned
+    ) -> ScheduleForecast:
+        schedule, planned = self._schedule(), self.planned
         assert planned.footprint is not None
         placed = zip(schedule.lane_of, schedule.graph.tasks, strict=True)
         used = len({lane for lane, task in placed if task.kind == "compute"})
@@ -218,7 +218,7 @@ class Calls:
         """``always``: captured whether it gains or not, for debugging."""
         self._function, self._captured, self._graphs = function, captured, graphs
         self.call: Callable[[tuple[object, ...], dict[str, object]], object]
-        self.call = self._by_graphs if always else self._settling
+        self.call = self._by_graphs if always else self._call_and_settle
         self._count = self._quiet = 0
         self._lock = threading.Lock()
         self.pieces: Sequence[Piece] = ()  # of the last call
@@ -231,7 +231,7 @@ class Calls:
     def _directly(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         return self._function(*arguments, **keywords)
 
-    def _settling(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
+    def _call_and_settle(self, arguments: tuple[object, ...], keywords: dict[str, object]) -> object:
         before = self._captured.count
         result = self._by_graphs(arguments, keywords)
         with self._lock:

@@ -17,7 +17,7 @@ from manyhands.backends.torch.planning import Tensor
 from manyhands.errors import CannotTrace, first_line
 from manyhands.parallel import explain, planner
 from manyhands.parallel.plan import AS_WRITTEN, Executor, Plan
-from manyhands.parallel.planner import Options, Progress
+from manyhands.parallel.planner import PlanningProgress, PlanOptions
 from manyhands.schedule.sequence import one_after_another
 
 _log = logging.getLogger("manyhands")
@@ -34,7 +34,7 @@ class Planned:
 class Graphs:
     """All graphs of a function, or of a model under ``torch.compile``."""
 
-    def __init__(self, options: Options, name: str, *, shows_progress: bool = False) -> None:
+    def __init__(self, options: PlanOptions, name: str, *, shows_progress: bool = False) -> None:
         self._options, self._name, self._shows_progress = options, name, shows_progress
         self.of_piece: dict[object, list[Planned]] = {}
         self.write = False  # whether one of them writes to its arguments
@@ -50,7 +50,7 @@ class Graphs:
         self, planned: Planned, graph: CapturedGraph, arguments: Sequence[object], instead_of: Plan | None = None
     ) -> GraphPlan | None:
         options = replace(self._options, reuse_outputs=self._options.reuse_outputs or planned.role.reuse)
-        with Progress(self._name, shown=self._shows_progress) as progress:
+        with PlanningProgress(self._name, shown=self._shows_progress) as progress:
             progress.enters("capture")
             try:
                 trace = trace_captured(graph, arguments)
@@ -66,7 +66,7 @@ class Graphs:
         if plan.method == AS_WRITTEN:
             return None
 
-        def failed(error: Exception) -> None:
+        def fail(error: Exception) -> None:
             note = f"{plan.how} ran out of memory: plain execution is used instead ({error})"
             planned.plan = replace(plan, method=AS_WRITTEN, exactness=None, notes=(*plan.notes, note))
 
@@ -74,7 +74,7 @@ class Graphs:
             return self._plan(planned, graph, arguments, instead_of=plan)
 
         later = None if plan.left_after is None else (plan.left_after, rest)
-        return GraphPlan(plan.run, plan.method.executor is Executor.GRAPH, later, failed)
+        return GraphPlan(plan.run, plan.method.executor is Executor.GRAPH, later, fail)
 
     def plans_of(self, pieces: Sequence[object]) -> list[tuple[str, Plan]]:
         """The plans of these pieces, each with its name, forward passes first."""

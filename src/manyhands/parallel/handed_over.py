@@ -14,9 +14,9 @@ from manyhands.errors import EngineError
 from manyhands.parallel.explain import name_of
 from manyhands.parallel.interface import P, ParallelFunction, R, refuse_threads
 from manyhands.parallel.plan import Plan
-from manyhands.schedule.forecast import Forecast
+from manyhands.schedule.forecast import ScheduleForecast
 from manyhands.schedule.timeline import Timeline
-from manyhands.tasks.arguments import Hooks
+from manyhands.tasks.arguments import FrameworkHooks
 from manyhands.tasks.scope import parallel as Scope
 
 if TYPE_CHECKING:  # the type checker checks the three modules against the protocol
@@ -38,7 +38,7 @@ class Runtime(Protocol):
     def hand_over(self, function: Callable[P, R], /) -> Callable[P, R]: ...
 
 
-class Parallel(ParallelFunction[P, R]):
+class HandedOver(ParallelFunction[P, R]):
     """A function that the framework's own runtime runs."""
 
     def __init__(self, function: Callable[P, R], runtime: Runtime) -> None:
@@ -56,12 +56,12 @@ class Parallel(ParallelFunction[P, R]):
     def planned(self) -> Plan:
         raise self._no_plan()
 
-    def measured(self) -> Timeline:
+    def measure(self) -> Timeline:
         raise self._no_plan()
 
     def forecast(
         self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
-    ) -> Forecast:
+    ) -> ScheduleForecast:
         raise self._no_plan()
 
     def _no_plan(self) -> EngineError:
@@ -76,20 +76,20 @@ class _ScopeOrDecorator(Scope):
     """``parallel()`` without a function: a scope for tasks, or the decorator ``@parallel()``."""
 
     def __init__(self, runtime: Runtime, threads: int | None, synchronous: bool) -> None:
-        super().__init__(threads, synchronous=synchronous, hooks=Hooks.of(runtime))
+        super().__init__(threads, synchronous=synchronous, hooks=FrameworkHooks.of(runtime))
         self._runtime = runtime
 
-    def __call__(self, function: Callable[P, R]) -> Parallel[P, R]:
+    def __call__(self, function: Callable[P, R]) -> HandedOver[P, R]:
         if self._synchronous:
             raise EngineError(
                 f"parallel(fn, synchronous=True): {self._runtime.name}'s own runtime chooses the order; for debugging "
                 "call fn itself"
             )
         refuse_threads(self._threads)
-        return Parallel(function, self._runtime)
+        return HandedOver(function, self._runtime)
 
 
-class _Options(TypedDict, total=False):
+class _HandedOverOptions(TypedDict, total=False):
     """PyTorch's options, without ``dynamic``; some are refused."""
 
     pure: bool
@@ -113,11 +113,11 @@ class ParallelEntry:
         self._runtime = runtime
 
     @overload
-    def __call__(self, function: Callable[P, R], **options: Unpack[_Options]) -> Parallel[P, R]: ...
+    def __call__(self, function: Callable[P, R], **options: Unpack[_HandedOverOptions]) -> HandedOver[P, R]: ...
 
     @overload
     def __call__(
-        self, function: None = None, *, threads: int | None = ..., **options: Unpack[_Options]
+        self, function: None = None, *, threads: int | None = ..., **options: Unpack[_HandedOverOptions]
     ) -> _ScopeOrDecorator: ...
 
     def __call__(
@@ -130,7 +130,7 @@ class ParallelEntry:
         compile: bool = False,
         synchronous: bool = False,
         threads: int | None = None,
-    ) -> Parallel[P, R] | _ScopeOrDecorator:
+    ) -> HandedOver[P, R] | _ScopeOrDecorator:
         refused = {
             f"reuse_outputs={reuse_outputs}": reuse_outputs and "returns new results at every call",
             f"memory={memory!r}": memory != 1.3 and "decides what memory it takes",

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import EngineError, type_in_words
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Plan
 from manyhands.schedule import graph_svg
-from manyhands.schedule.forecast import Forecast
+from manyhands.schedule.forecast import ScheduleForecast
 from manyhands.schedule.lanes import Schedule
 from manyhands.schedule.simulate import simulate
 from manyhands.schedule.timeline import Timeline, checked_path
@@ -74,7 +74,7 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
 
     def draw(self, path: str | Path) -> Path:
         """The graph as SVG, coloured by lane."""
-        return graph_svg.save(self._scheduled(), path)
+        return graph_svg.save(self._schedule(), path)
 
     def timeline(self, path: str | Path, *, simulated: bool = False) -> Path:
         """When each task runs on which lane: a trace (``.json``) or a picture (``.png``, ``.svg``).
@@ -82,27 +82,27 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         Measured in a run of the schedule with made-up arguments, or simulated from the costs of its tasks.
         """
         checked_path(path)  # before anything is run
-        return (self.simulated() if simulated else self.measured()).save(path)
+        return (self.simulate() if simulated else self.measure()).save(path)
 
-    def simulated(self) -> Timeline:
+    def simulate(self) -> Timeline:
         """When each task of the last call's schedule would run, from the costs of its tasks."""
-        return simulate(self._scheduled())
+        return simulate(self._schedule())
 
     @abc.abstractmethod
-    def measured(self) -> Timeline:
+    def measure(self) -> Timeline:
         """The last call's schedule, run once more: when each task began and ended."""
 
     @abc.abstractmethod
     def forecast(
         self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
-    ) -> Forecast:
+    ) -> ScheduleForecast:
         """How long the last call's work would take on several devices like this one.
 
         ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
         in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
         """
 
-    def _scheduled(self) -> Schedule:
+    def _schedule(self) -> Schedule:
         planned = self.planned
         if planned.schedule is None:
             raise EngineError(f"there is no schedule: {planned.how}; {'; '.join(planned.notes)}")
@@ -114,7 +114,7 @@ def _must_be_function(function: object) -> None:
         return
     advice = "write parallel(fn)(x), not parallel(fn(x)), which calls fn first"
     if type(function) is int and function > 0:
-        advice = f"write parallel(threads={function}) for a scope with {counted(function, 'thread')}"
+        advice = f"write parallel(threads={function}) for a scope with {count_of(function, 'thread')}"
     raise EngineError(f"parallel(fn) takes a function, not {type_in_words(function)}: {advice}")
 
 

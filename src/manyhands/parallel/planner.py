@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.passes import compile_whole
@@ -38,7 +38,7 @@ _PATIENCE = 1.0  # seconds before anything is printed
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """The options of ``parallel(fn)`` that change how a graph is planned."""
 
     reuse_outputs: bool = False
@@ -49,7 +49,11 @@ class Options:
 
 
 def plan(
-    trace: Trace, tensors: Sequence[Tensor], options: Options, progress: Progress, instead_of: Plan | None = None
+    trace: Trace,
+    tensors: Sequence[Tensor],
+    options: PlanOptions,
+    progress: PlanningProgress,
+    instead_of: Plan | None = None,
 ) -> Plan:
     """The plan of a traced graph for tensors like these.
 
@@ -59,7 +63,7 @@ def plan(
     later = options.later and options.compile and devices is not None and instead_of is None
     trials = Trials(trace, tensors, devices, options.memory, options.reuse_outputs, measure=not later)
     try:
-        with planning.untouched(trace, tensors):
+        with planning.restore_after(trace, tensors):
             return _try_candidates(trials, options, progress, instead_of, later=later)
     except Exception as error:  # whatever fails while plans are tried: the graph itself remains
         note = f"it could not be planned: {first_line(error)}"
@@ -69,7 +73,7 @@ def plan(
 
 
 def _try_candidates(
-    trials: Trials, options: Options, progress: Progress, instead_of: Plan | None, *, later: bool
+    trials: Trials, options: PlanOptions, progress: PlanningProgress, instead_of: Plan | None, *, later: bool
 ) -> Plan:
     progress.enters("costs")
     if options.synchronous:
@@ -94,11 +98,11 @@ def _try_candidates(
     return _build(trials, fastest, progress)
 
 
-def _compile(trials: Trials, progress: Progress) -> list[Candidate]:
+def _compile(trials: Trials, progress: PlanningProgress) -> list[Candidate]:
     """The graph compiled as a whole, if that is possible."""
     progress.enters("compiling")
     try:
-        return [candidates.compiled(trials, compile_whole(trials.trace))]
+        return [candidates.compile_whole(trials, compile_whole(trials.trace))]
     except CannotFuse as error:
         trials.notes.append(str(error))
         return []
@@ -119,12 +123,12 @@ def _left_after(trials: Trials, trying: float, best: Tried) -> int:
     left = math.ceil(seconds / gain)
     trials.notes.append(
         f"uncompiled operations {'on lanes' if overlapping else 'in one graph'} are tried after "
-        f"{counted(left, 'call')}: that takes about {seconds:.1f} s, and would save at most {gain * 1e6:.0f} us a call"
+        f"{count_of(left, 'call')}: that takes about {seconds:.1f} s, and would save at most {gain * 1e6:.0f} us a call"
     )
     return left
 
 
-def _build(trials: Trials, best: Tried, progress: Progress, left_after: int | None = None) -> Plan:
+def _build(trials: Trials, best: Tried, progress: PlanningProgress, left_after: int | None = None) -> Plan:
     candidate, trace = best.candidate, best.candidate.trace
     hint = functools.partial(planning.batch_hint, trials.trace)
     progress.enters("")
@@ -149,8 +153,8 @@ def _build(trials: Trials, best: Tried, progress: Progress, left_after: int | No
 # Progress
 
 
-class Progress:
-    """``with Progress("step") as progress: progress.enters("capture"); ...`` and ``progress.spent`` afterwards."""
+class PlanningProgress:
+    """``with PlanningProgress("step") as progress: progress.enters("capture"); ...``; then ``progress.spent``."""
 
     def __init__(self, name: str, *, shown: bool = True) -> None:
         self.spent: dict[str, float] = {}  # the seconds of each part

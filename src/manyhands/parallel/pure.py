@@ -18,7 +18,7 @@ from manyhands.backends.torch.run.cuda_graph import NoMemoryForResults
 from manyhands.errors import CannotTrace, NotYet, first_line
 from manyhands.parallel import planner
 from manyhands.parallel.plan import AS_WRITTEN, Plan
-from manyhands.parallel.planner import Options, Progress
+from manyhands.parallel.planner import PlanningProgress, PlanOptions
 
 _SIGNATURES = 8  # that are kept
 _TRACES = 8  # of one signature: then what the function depends on outside changes at every call
@@ -35,7 +35,7 @@ class _Traced:
 class Pure:
     """The traces of a function, by the signatures of its calls."""
 
-    def __init__(self, function: Callable[..., object], options: Options, name: str) -> None:
+    def __init__(self, function: Callable[..., object], options: PlanOptions, name: str) -> None:
         self._function, self._options, self._name = function, options, name
         self._traces: OrderedDict[tuple[object, ...], list[_Traced]] = OrderedDict()
         self._counts: dict[tuple[object, ...], int] = {}  # how often each was traced
@@ -73,7 +73,7 @@ class Pure:
                     "a tensor, as in SGD(..., lr=torch.tensor(0.1))"
                 )
             else:
-                with Progress(self._name) as progress:
+                with PlanningProgress(self._name) as progress:
                     progress.enters("capture")
                     try:
                         whole = trace_whole(self._function, made)

@@ -12,8 +12,8 @@ from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.graphs import Graphs
 from manyhands.parallel.interface import P, R, refuse_threads
-from manyhands.parallel.planner import Options as GraphOptions
-from manyhands.tasks.arguments import Hooks
+from manyhands.parallel.planner import PlanOptions as GraphOptions
+from manyhands.tasks.arguments import FrameworkHooks
 from manyhands.tasks.scope import parallel as Scope
 
 
@@ -35,7 +35,7 @@ class _ScopeOrDecorator(Scope):
     """``parallel(...)`` without a function: a scope for tasks, or the decorator ``@parallel(memory=2.0)``."""
 
     def __init__(self, threads: int | None, options: Options) -> None:
-        super().__init__(threads, synchronous=options["synchronous"], hooks=Hooks.of(tasks))
+        super().__init__(threads, synchronous=options["synchronous"], hooks=FrameworkHooks.of(tasks))
         self._options = options
 
     def __enter__(self) -> Scope:

@@ -112,9 +112,9 @@ class Trials:
     def choose(self, candidates: Sequence[Candidate], best: Tried) -> Tried:
         """The fastest right one of these candidates and the best one so far."""
         for candidate in candidates:
-            candidate, needed = self._within_limit(candidate)
+            candidate, memory_of = self._within_limit(candidate)
             check(candidate.schedule)
-            right = self._try(candidate, needed)
+            right = self._try(candidate, memory_of)
             if right is not None and self._is_faster(right, best):
                 best = right
         return best
@@ -134,26 +134,26 @@ class Trials:
         if candidate.method.executor is Executor.GRAPH:
             beside = planning.copied_bytes(self.tensors) + (0 if self.reuse_outputs else footprint.result_bytes())
 
-        def needed(scheduled: Schedule) -> int:
+        def memory_of(scheduled: Schedule) -> int:
             if self.devices is None:
                 return beside + peak_on_threads(scheduled, footprint)
             released_after = release_points(candidate.trace, scheduled)
             return beside + peak(scheduled.graph.tasks, footprint, one_after_the_other(scheduled.order), released_after)
 
-        bytes_needed = needed(candidate.schedule)
+        bytes_needed = memory_of(candidate.schedule)
         if self.devices is not None and not self.limit.allows(bytes_needed, self.plain_peak):
-            held_back = limit_memory(candidate.schedule, needed, self.limit.most(self.plain_peak))
-            candidate, bytes_needed = replace(candidate, schedule=held_back), needed(held_back)
+            held_back = limit_memory(candidate.schedule, memory_of, self.limit.most(self.plain_peak))
+            candidate, bytes_needed = replace(candidate, schedule=held_back), memory_of(held_back)
         return candidate, bytes_needed
 
-    def _try(self, candidate: Candidate, needed: int) -> Tried | None:
+    def _try(self, candidate: Candidate, memory_of: int) -> Tried | None:
         """The candidate if it takes little enough memory, can be run, and is right; a note says why not."""
         method = candidate.method
-        if (reason := why_too_large(method, needed, self.plain_peak, self.limit)) is not None:
+        if (reason := why_too_large(method, memory_of, self.plain_peak, self.limit)) is not None:
             self.notes.append(reason)
             return None
         try:
-            with planning.untouched(self.trace, self.tensors):
+            with planning.restore_after(self.trace, self.tensors):
                 run = self._run_of(candidate)
             results = planning.results_of(self.trace, self.tensors, run)
         except Exception as error:  # out of memory, an operation that cannot be captured
@@ -163,7 +163,7 @@ class Trials:
         if refused is not None:
             self.notes.append(f"{method} is not used: {refused}")
             return None
-        return Tried(candidate, run, exactness, Peaks(needed, self.plain_peak))
+        return Tried(candidate, run, exactness, Peaks(memory_of, self.plain_peak))
 
     def _run_of(self, candidate: Candidate) -> Run:
         """The candidate, ready to be called."""
@@ -182,7 +182,7 @@ class Trials:
 
     def _judge(self, results: Sequence[object], tolerance: float) -> tuple[str | None, Exactness]:
         """Why results are not right, or None; and how close they are."""
-        if planning.sharing(results) - planning.sharing(self.expected):
+        if planning.shared_memory(results) - planning.shared_memory(self.expected):
             return "two of its results share memory", Exactness(False, "not comparable")
         is_compiled = tolerance > self.trace.close
         same, difference = planning.equal(results, self.expected, is_compiled=is_compiled)
@@ -203,7 +203,7 @@ class Trials:
 
     def _is_faster(self, right: Tried, best: Tried) -> bool:
         """Whether this takes clearly less time than the best so far; the seconds of both are kept for the report."""
-        with planning.untouched(self.trace, self.tensors) as put_back:
+        with planning.restore_after(self.trace, self.tensors) as put_back:
 
             def seconds_of(one: Tried) -> float:
                 return planning.seconds(lambda: one.run(self.tensors), self.devices, put_back)

@@ -72,12 +72,12 @@ def _median(backend: Backend[T, D, M], work: Callable[[], object]) -> float:
     """Seconds of one call: as many calls per trial as make it long enough, the median of the trials."""
     work()
     backend.synchronize(None)
-    once = _timed(backend, work, 1)
+    once = _time(backend, work, 1)
     calls = max(1, min(1000, round(_LONG_ENOUGH / max(once, 1e-7))))
-    return statistics.median(_timed(backend, work, calls) / calls for _ in range(_TRIALS))
+    return statistics.median(_time(backend, work, calls) / calls for _ in range(_TRIALS))
 
 
-def _timed(backend: Backend[T, D, M], work: Callable[[], object], calls: int) -> float:
+def _time(backend: Backend[T, D, M], work: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     result = None
     for _ in range(calls):

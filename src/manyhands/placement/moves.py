@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeGuard, TypeVar
 
 from manyhands import tree
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.protocol import Arrival, Backend, D, M, T
 from manyhands.device import Device, check_distinct, no_such_device
 from manyhands.errors import (
@@ -38,7 +38,7 @@ class Placement(Generic[T, D, M]):
     def __init__(self, backend: Backend[T, D, M]) -> None:
         self.backend = backend
 
-    def named(self, device: Device | str) -> D:
+    def find_name(self, device: Device | str) -> D:
         """The framework's device of a name."""
         if isinstance(device, str):
             device = Device.parse(device)
@@ -63,12 +63,12 @@ class Placement(Generic[T, D, M]):
 
     def _more_virtual(self, index: int) -> str:
         have = self.backend.virtual_count()
-        virtual = counted(have, "virtual device") if have else "no virtual devices"
+        virtual = count_of(have, "virtual device") if have else "no virtual devices"
         return f"This process has {virtual}: {VIRTUAL_DEVICES}={index + 1} makes {index + 1}"
 
-    def existing(self, device: D | Device | str) -> D:
+    def find(self, device: D | Device | str) -> D:
         """The framework's device; raises if it does not exist."""
-        native: D = device if self.backend.is_device(device) else self.named(device)  # type: ignore[arg-type]
+        native: D = device if self.backend.is_device(device) else self.find_name(device)  # type: ignore[arg-type]
         if not self.backend.exists(native):
             gpus = [self.backend.gpu(index) for index in range(self.backend.num_gpus())]
             raise no_such_device(self.backend.name, self.backend.neutral(native), map(self.backend.neutral, gpus))
@@ -88,7 +88,7 @@ class Placement(Generic[T, D, M]):
 
     def _neutral(self, device: D | Device | str) -> Device:
         """The neutral name of a device that exists."""
-        neutral = self.backend.neutral(self.existing(device))
+        neutral = self.backend.neutral(self.find(device))
         if self.backend.is_device(device):
             return neutral
         host = Device("cpu")
@@ -101,7 +101,7 @@ class Placement(Generic[T, D, M]):
             raise BadDevice(f"a list of devices is needed, {devices!r} is none: for example mh.try_all_gpus()")
         devices = list(devices)
         check_distinct(self.names(devices))
-        return [self.existing(device) for device in devices]
+        return [self.find(device) for device in devices]
 
     def is_tensor(self, leaf: object) -> TypeGuard[T]:
         """Whether a leaf is a tensor of this framework; raises for one of another framework."""
@@ -129,13 +129,13 @@ class Placement(Generic[T, D, M]):
             return leaf
         moved = self.backend.move_model(leaf, native)
         for _, tensor in self.backend.model_tensors(moved):
-            self.verified(tensor, native)
+            self.verify(tensor, native)
         return moved  # type: ignore[return-value]
 
     def move(self, tensor: T, native: D) -> T:
-        return self.verified(self.backend.move(tensor, native), native)
+        return self.verify(self.backend.move(tensor, native), native)
 
-    def verified(self, tensor: T, native: D) -> T:
+    def verify(self, tensor: T, native: D) -> T:
         """The tensor; raises if it is not on that device."""
         if not self.backend.is_on(tensor, native):
             backend = self.backend
@@ -164,13 +164,13 @@ class Placement(Generic[T, D, M]):
             arrived = [arrival.result() for arrival in arrivals]
             for leaf in arrived:
                 if self.backend.is_tensor(leaf):
-                    self.verified(leaf, native)
+                    self.verify(leaf, native)
             same = all(new is old for new, old in zip(arrived, leaves, strict=True))
             return x if same else structure.unflatten(arrived)  # type: ignore[return-value]
 
         return Arrival(finish, lambda: all(arrival.ready() for arrival in arrivals))
 
-    def placed(self, root: str, x: object) -> list[tuple[str, D]]:
+    def placements(self, root: str, x: object) -> list[tuple[str, D]]:
         """Path and device of every tensor in an argument, also of the models in it."""
         leaves, structure = tree.flatten(x)
         placed: list[tuple[str, D]] = []
@@ -188,7 +188,7 @@ class Placement(Generic[T, D, M]):
         except SeveralDevices as error:
             raise SeveralDevices(f"{path}: {error}") from None
 
-    def listing(self, placed: list[tuple[str, D]]) -> str:
+    def list_of(self, placed: list[tuple[str, D]]) -> str:
         """One line per tensor; on the device that has most of them only the first ones, to keep it readable."""
         lines: list[str] = []
         by_device: dict[str, list[str]] = {}
@@ -245,20 +245,20 @@ class Placement(Generic[T, D, M]):
             listing = ", ".join(f"{shape} in shard {i}" for i, shape in enumerate(shapes))
             raise BadBatch(f"{path} has samples of different shapes: {listing}")
         parts = [self.to_leaf(tensor, native) for tensor in tensors]
-        return parts[0] if len(parts) == 1 else self.verified(self.backend.join(parts), native)
+        return parts[0] if len(parts) == 1 else self.verify(self.backend.join(parts), native)
 
 
 def once_each(function: Callable[[object], Y]) -> Callable[[object], Y]:
     """Call the function once per object, so that a tensor that is in a tree twice stays one tensor."""
     done: dict[int, Y] = {}
 
-    def remembering(leaf: object) -> Y:
+    def remember(leaf: object) -> Y:
         key = id(leaf)
         if key not in done:
             done[key] = function(leaf)
         return done[key]
 
-    return remembering
+    return remember
 
 
 def _same(first: object, second: object) -> bool:
@@ -293,7 +293,7 @@ def _framework_of(leaf: object) -> str | None:
     return None
 
 
-def installed(framework: str) -> bool:
+def is_installed(framework: str) -> bool:
     """Whether a framework can be imported (it is not imported here); a mere folder of that name does not count."""
     try:
         spec = importlib.util.find_spec(framework)
@@ -304,7 +304,7 @@ def installed(framework: str) -> bool:
 
 def require(framework: str) -> None:
     """Raise with what to install if a framework is missing."""
-    if not installed(framework):
+    if not is_installed(framework):
         raise FrameworkMissing(
             f"manyhands.{framework} needs {framework}, which is not installed: pip install 'manyhands[{framework}]'",
             name=framework,

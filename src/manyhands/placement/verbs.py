@@ -17,7 +17,7 @@ from typing import Generic, Literal, TypeVar, overload
 
 from manyhands import shares as _shares
 from manyhands import tree
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.protocol import Arrival, Backend, D, Devices, M, T
 from manyhands.device import Device, DeviceRecord, Memory, check_index
 from manyhands.errors import (
@@ -109,7 +109,7 @@ class Verbs(Generic[T, D, M]):
 
     def memory(self, device: D | Device | str) -> Memory:
         """The device's memory in bytes: ``memory(d).total``, ``memory(d).free``."""
-        record = self._backend.describe(self._place.existing(device))
+        record = self._backend.describe(self._place.find(device))
         if record.memory is None:
             raise DeviceError(
                 f"{self._backend.name} does not report the memory of {record.device}, nor does the driver: "
@@ -136,7 +136,7 @@ class Verbs(Generic[T, D, M]):
         count, have = n.__index__(), self._backend.virtual_count()
         if have not in (0, count):
             raise VirtualDevicesError(
-                f"this process has {counted(have, 'virtual device')} already, their number cannot change to {count}: "
+                f"this process has {count_of(have, 'virtual device')} already, their number cannot change to {count}: "
                 "leave the with block that made them, or start a new process"
             )
         if not have:
@@ -152,7 +152,7 @@ class Verbs(Generic[T, D, M]):
         backend = self._backend
         if backend.is_tensor(x):
             return backend.device_of(x)
-        placed = self._place.placed("x", x)
+        placed = self._place.placements("x", x)
         if not placed:
             raise NotATensor(
                 f"{type_in_words(x)} has no device: there is no tensor of {backend.name} in it. "
@@ -161,7 +161,7 @@ class Verbs(Generic[T, D, M]):
         different = {str(backend.neutral(device)): device for _, device in placed}
         if len(different) > 1:
             raise SeveralDevices(
-                f"not on one device but on {len(different)}:\n{self._place.listing(placed)}\n"
+                f"not on one device but on {len(different)}:\n{self._place.list_of(placed)}\n"
                 "Move it to one first: x = mh.to(x, device)"
             )
         return placed[0][1]
@@ -186,17 +186,17 @@ class Verbs(Generic[T, D, M]):
         ``wait=False`` starts the move and returns an :class:`Arrival`, whose ``result()`` is the value.
         """
         backend = self._backend
-        native: D = device if backend.is_device(device) else self._place.named(device)  # type: ignore[arg-type]
+        native: D = device if backend.is_device(device) else self._place.find_name(device)  # type: ignore[arg-type]
         if not wait:
-            return self._place.start_move(x, self._place.existing(native))
+            return self._place.start_move(x, self._place.find(native))
         if backend.is_tensor(x):
             if backend.is_on(x, native):
                 return x  # type: ignore[return-value]
-            return self._place.move(x, self._place.existing(native))  # type: ignore[return-value]
+            return self._place.move(x, self._place.find(native))  # type: ignore[return-value]
         values = tree.plain_leaves(x)
         if values and backend.all_on(values, native):
             return x
-        self._place.existing(native)
+        self._place.find(native)
         leaves, structure = tree.flatten(x)
         move = once_each(functools.partial(self._place.to_leaf, native=native))
         moved = [move(leaf) for leaf in leaves]
@@ -209,14 +209,14 @@ class Verbs(Generic[T, D, M]):
 
         Without a device each tensor is copied where it is.
         """
-        target = None if device is None else self._place.existing(device)
+        target = None if device is None else self._place.find(device)
 
         def duplicate(leaf: object) -> object:
             if not self._place.is_tensor(leaf):
                 self._place.refuse_model(leaf, "copy.deepcopy(net), then mh.to(net, device)")
                 return leaf
             where = self._backend.device_of(leaf) if target is None else target
-            return self._place.verified(self._backend.copy(leaf, where), where)
+            return self._place.verify(self._backend.copy(leaf, where), where)
 
         return tree.map_leaves(once_each(duplicate), x)  # type: ignore[no-any-return]
 
@@ -228,7 +228,7 @@ class Verbs(Generic[T, D, M]):
         silence. Returns the device (None if there is no tensor at all).
         """
         arguments = {**{f"argument {i}": x for i, x in enumerate(xs)}, **named}
-        placed = [pair for root, x in arguments.items() for pair in self._place.placed(root, x)]
+        placed = [pair for root, x in arguments.items() for pair in self._place.placements(root, x)]
         if not placed:
             return None
         neutral = [str(self._backend.neutral(device)) for _, device in placed]
@@ -241,7 +241,7 @@ class Verbs(Generic[T, D, M]):
         variable = root if root in named else "x"
         target = most if most.startswith("cpu") else most.replace("virtual", "gpu")
         raise DeviceMismatch(
-            f"tensors that must be on one device are on {len(set(neutral))}:\n{self._place.listing(placed)}\n"
+            f"tensors that must be on one device are on {len(set(neutral))}:\n{self._place.list_of(placed)}\n"
             f'Write {variable} = mh.to({variable}, "{target}") before'
             + (f" (where {variable} is {root})" if variable != root else "")
         )
@@ -251,7 +251,7 @@ class Verbs(Generic[T, D, M]):
 
         Errors of asynchronous work surface here at the latest.
         """
-        self._backend.synchronize(None if device is None else self._place.existing(device))
+        self._backend.synchronize(None if device is None else self._place.find(device))
 
     def waitall(self) -> None:
         """Wait for all tasks given in parallel scopes, and for everything in flight on all devices."""
@@ -291,7 +291,7 @@ class Verbs(Generic[T, D, M]):
             raise BadBatch(f"a list of shards is needed, as mh.split returns it; this is {type_in_words(shards)}")
         if not shards:
             raise BadBatch("there are no shards to put together")
-        native = self._place.existing(device)
+        native = self._place.find(device)
         flat = [tree.flatten(shard) for shard in shards]
         structure = flat[0][1]
         if any(other != structure for _, other in flat):

@@ -19,10 +19,12 @@ def check(schedule: Schedule) -> None:
     before = _certainly_before(schedule)
     for first, second, why in conflicts(schedule):
         if not before[second] >> first & 1:
-            raise UnsafeSchedule(f"nothing makes {_named(schedule, second)} wait for {_named(schedule, first)}: {why}")
+            raise UnsafeSchedule(
+                f"nothing makes {_name_of(schedule, second)} wait for {_name_of(schedule, first)}: {why}"
+            )
 
 
-def _named(schedule: Schedule, task: int) -> str:
+def _name_of(schedule: Schedule, task: int) -> str:
     return f"{schedule.graph.tasks[task].name} (task {task}, {schedule.lanes[schedule.lane_of[task]]})"
 
 

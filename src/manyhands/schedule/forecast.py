@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import EngineError
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, Task, graph
@@ -65,7 +65,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class ScheduleForecast:
     """A proved schedule on a described machine, and what simulation says of it."""
 
     machine: Machine
@@ -82,16 +82,16 @@ class Forecast:
     def __str__(self) -> str:
         machine, limit = self.machine, bounds(self.schedule)
         reason = "critical path" if limit.critical_path >= limit.busiest_device else "busiest device"
-        copies = counted(len(self.placed.copies), "copy", "copies")
+        copies = count_of(len(self.placed.copies), "copy", "copies")
         return (
-            f"{counted(machine.devices, 'device')} of {counted(machine.lanes, 'lane')}, {machine.bandwidth / 1e9:g} "
+            f"{count_of(machine.devices, 'device')} of {count_of(machine.lanes, 'lane')}, {machine.bandwidth / 1e9:g} "
             f"GB/s between them: {self.seconds * 1e3:.3f} ms, one device {self.alone * 1e3:.3f} ms: "
             f"{self.speed_up:.2f} times (simulated); {copies} of {megabytes(self.moved)}; no "
             f"schedule beats {limit.seconds * 1e3:.3f} ms ({reason})"
         )
 
 
-def forecast(program: Graph, footprint: Footprint, machine: Machine) -> Forecast:
+def forecast(program: Graph, footprint: Footprint, machine: Machine) -> ScheduleForecast:
     """Place, schedule, prove and simulate a program on a machine."""
     placed = place(program, footprint, machine)
     planned = schedule(graph(placed.tasks), machine.all_lanes())
@@ -99,12 +99,12 @@ def forecast(program: Graph, footprint: Footprint, machine: Machine) -> Forecast
     moved = sum(footprint.sizes.get(memory, 0) for memory, _, _ in placed.copies.values())
     seconds = simulate(planned).seconds
     alone = seconds if machine.devices == 1 else forecast(program, footprint, replace(machine, devices=1)).seconds
-    return Forecast(machine, placed, planned, seconds, alone, moved)
+    return ScheduleForecast(machine, placed, planned, seconds, alone, moved)
 
 
 def place(program: Graph, footprint: Footprint, machine: Machine) -> Placed:
     """Choose a device for every task of a program, and put in the copies that this needs."""
-    places = _Places(program, footprint, machine)
+    places = _Validity(program, footprint, machine)
     free = [[0.0] * machine.lanes for _ in range(machine.devices)]
     end = [0.0] * len(program)
     rank = upward_ranks(program)
@@ -130,7 +130,7 @@ def place(program: Graph, footprint: Footprint, machine: Machine) -> Placed:
     return places.placed
 
 
-class _Places:
+class _Validity:
     """Where each memory is valid, and the program that comes of it."""
 
     def __init__(self, program: Graph, footprint: Footprint, machine: Machine) -> None:

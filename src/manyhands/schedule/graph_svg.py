@@ -51,7 +51,7 @@ def save(schedule: Schedule, path: str | Path) -> Path:
 def svg(schedule: Schedule) -> str:
     groups, names, word = _groups(schedule)
     needs = visible_needs(schedule)
-    blocks, drawn_as = _folded(schedule, groups, needs)
+    blocks, drawn_as = _fold(schedule, groups, needs)
     needs = _of_drawn(needs, drawn_as)
     columns, rows = _columns(schedule, groups, needs)
     across = {(need, task) for task, needed in needs.items() for need in needed if groups[need] != groups[task]}
@@ -108,9 +108,7 @@ def _groups(schedule: Schedule) -> tuple[Sequence[int], list[str], str]:
     return schedule.lane_of, schedule.names(), "lane"
 
 
-def _folded(
-    schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]]
-) -> tuple[list[_Block], dict[int, int]]:
+def _fold(schedule: Schedule, groups: Sequence[int], needs: dict[int, set[int]]) -> tuple[list[_Block], dict[int, int]]:
     """The repeated blocks, and for each task the task that is drawn in its place."""
     described = schedule.graph.tasks
     drawn_as = {task: task for task in needs}
@@ -132,7 +130,7 @@ def _folded(
         words = [(described[task].name, described[task].detail) for task in tasks]
         start = 0
         while start < len(tasks):
-            length, times = _repeated(words, tasks, needs, start)
+            length, times = _repetition(words, tasks, needs, start)
             if times >= _LEAST:
                 blocks.append(_Block(tasks[start : start + length], times))
                 for number in range(length * times):
@@ -141,7 +139,9 @@ def _folded(
     return blocks, drawn_as
 
 
-def _repeated(words: Sequence[object], tasks: Sequence[int], needs: dict[int, set[int]], start: int) -> tuple[int, int]:
+def _repetition(
+    words: Sequence[object], tasks: Sequence[int], needs: dict[int, set[int]], start: int
+) -> tuple[int, int]:
     """Length and count of the block that begins here and repeats immediately; (1, 1) if there is none."""
     best = (1, 1)
     for length in range(1, _LONGEST + 1):

@@ -216,7 +216,7 @@ def needed_waits(
         wanted = []
         for need in sorted(needs[task], key=issued.__getitem__, reverse=True):
             other = lane_of[need]
-            if other != lane and clocks.known(lane, other) < clocks.place[need]:
+            if other != lane and clocks.known_position(lane, other) < clocks.place[need]:
                 wanted.append(need)
                 clocks.wait(lane, need)
         if wanted:
@@ -273,7 +273,7 @@ class Clocks:
         self._known: list[dict[int, int]] = [{} for _ in range(lanes)]
         self._known_after: dict[int, dict[int, int]] = {}  # what the lane of each task knew when it ended
 
-    def known(self, lane: int, other: int) -> int:
+    def known_position(self, lane: int, other: int) -> int:
         """The place up to which a lane knows another lane to be done; -1: it knows of no task there."""
         return self._known[lane].get(other, -1)
 

@@ -29,20 +29,20 @@ def one_after_another(parts: Sequence[Part]) -> tuple[Schedule, Footprint]:
     begin = 0
     for part_number, (name, schedule, footprint) in enumerate(parts):
 
-        def renumbered(memories: Iterable[int | None], part_number: int = part_number) -> frozenset[int]:
+        def renumber(memories: Iterable[int | None], part_number: int = part_number) -> frozenset[int]:
             return frozenset(numbers.setdefault((part_number, memory), len(numbers)) for memory in memories)
 
         if part_number:
             done = frozenset[int]().union(*(task.writes for task in tasks[begin:]))
-            begin, gate = len(tasks), renumbered([None])
+            begin, gate = len(tasks), renumber([None])
             places.append((begin, Lane("cpu", "host")))
             tasks.append(Task(f"Python, then {name}", done, gate, kind="host", seconds=0.0))
         places += [(len(tasks) + task, schedule.lanes[schedule.lane_of[task]]) for task in schedule.order]
         for task in schedule.graph.tasks:
-            tasks.append(replace(task, reads=renumbered(task.reads) | gate, writes=renumbered(task.writes)))
+            tasks.append(replace(task, reads=renumber(task.reads) | gate, writes=renumber(task.writes)))
         for memory, size in footprint.sizes.items():
-            sizes |= dict.fromkeys(renumbered([memory]), size)
-        inputs, results = inputs | renumbered(footprint.inputs), results | renumbered(footprint.results)
+            sizes |= dict.fromkeys(renumber([memory]), size)
+        inputs, results = inputs | renumber(footprint.inputs), results | renumber(footprint.results)
     whole, order, lanes = graph(tasks), [task for task, _ in places], tuple(dict.fromkeys(lane for _, lane in places))
     lane_of = [lanes.index(lane) for _, lane in sorted(places, key=lambda place: place[0])]
     waits = needed_waits(whole.needs, lane_of, order)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from manyhands.addresses import Held, content, is_array, share, span_of
 
 if TYPE_CHECKING:
-    from manyhands.tasks.job import Job
+    from manyhands.tasks.job import TaskCall
 
 T = TypeVar("T")
 # Immutable values, and classes.
@@ -40,7 +40,7 @@ class Future(Generic[T]):
 
     __slots__ = ("__weakref__", "_job")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TaskCall) -> None:
         self._job = job
 
     def done(self) -> bool:
@@ -67,12 +67,12 @@ class Future(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class FrameworkHooks:
     """The answers of a framework; by default those for Python's own objects.
 
     Attributes:
-        memory_of: The same key for objects that share memory, or a :class:`~manyhands.addresses.Span`: then a write to
-            one is a write to the other.
+        memory_of: The same key for objects that share memory, or an :class:`~manyhands.addresses.AddressRange`: then a
+            write to one is a write to the other.
         parts_of: What else is read and written with an object (a module: its parameters); None: it is not the
             framework's.
         version_of: Something that every write to one of the framework's objects changes; None: that is not known.
@@ -89,7 +89,7 @@ class Hooks:
     exclusive: Callable[[list[object]], Collection[object]] = lambda objects: ()
 
     @classmethod
-    def of(cls, module: object) -> Hooks:
+    def of(cls, module: object) -> FrameworkHooks:
         """The functions of these names in a framework's module."""
         return cls(**{name: answer for name, answer in vars(module).items() if name in cls.__slots__})
 
@@ -99,14 +99,14 @@ class Touched:
     """What some values consist of."""
 
     memories: set[Hashable] = field(default_factory=set)  # that the values are in, or may be in
-    inputs: list[Job] = field(default_factory=list)  # whose results are among the values
+    inputs: list[TaskCall] = field(default_factory=list)  # whose results are among the values
     objects: list[object] = field(default_factory=list)  # the framework's
     # What can change: each with its memory and what its state is asked of.
     changing: list[tuple[object, Hashable, Callable[..., object]]] = field(default_factory=list)
     exclusive: Set[Hashable] = frozenset()  # the objects that only one task at a time may use
 
 
-def look(hooks: Hooks, *values: object) -> Touched:
+def look(hooks: FrameworkHooks, *values: object) -> Touched:
     """What these values consist of, including results that are known."""
     touched, stack, seen = Touched(), [*values], dict[int, object]()
     while stack:
@@ -118,7 +118,7 @@ def look(hooks: Hooks, *values: object) -> Touched:
     return touched
 
 
-def _parts(hooks: Hooks, value: object, touched: Touched) -> Iterable[object]:
+def _parts(hooks: FrameworkHooks, value: object, touched: Touched) -> Iterable[object]:
     """Note a value; returns the values in it."""
     if (parts := hooks.parts_of(value)) is not None:
         memory = hooks.memory_of(value)

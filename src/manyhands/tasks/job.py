@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from manyhands.errors import TaskCancelled, UndeclaredWrite, WaitsForItself, type_in_words
-from manyhands.tasks.arguments import Future, Hooks, Touched, look, replace_parts, states
+from manyhands.tasks.arguments import FrameworkHooks, Future, Touched, look, replace_parts, states
 
 if TYPE_CHECKING:
     from manyhands.tasks.scope import parallel
@@ -30,7 +30,7 @@ Function = Callable[..., object]
 ORDER, TAKES = range(2)
 NOTHING: Set[Hashable] = frozenset()
 _numbers = itertools.count()
-_OF_PYTHON = Hooks()
+_OF_PYTHON = FrameworkHooks()
 _circles = threading.Lock()  # held while looking for a cycle of waiting jobs, across all pools of workers
 
 
@@ -38,13 +38,13 @@ class ThreadState(threading.local):
     """The state of this thread."""
 
     scope: parallel | None = None  # the open scope; None in a thread that runs a task
-    job: Job | None = None  # the job that this thread runs
+    job: TaskCall | None = None  # the job that this thread runs
 
 
 thread_state = ThreadState()
 
 
-class Job:
+class TaskCall:
     """A call that some thread makes once, when the jobs that it needs are done; then its arguments are released."""
 
     def __init__(
@@ -64,16 +64,16 @@ class Job:
         self._context: contextvars.Context | None = contextvars.copy_context()
         # What it touches, as far as known; what of that was written since; where it is listed (see Dependencies).
         self.touched = self.overwritten = self.listed = NOTHING
-        self.needs: tuple[Job, ...] = ()
-        self.followers: list[tuple[Job, int]] = []  # and why
+        self.needs: tuple[TaskCall, ...] = ()
+        self.followers: list[tuple[TaskCall, int]] = []  # and why
         self.missing = 0
-        self.waits_for: Job | None = None  # the job whose result it has asked for while running
+        self.waits_for: TaskCall | None = None  # the job whose result it has asked for while running
         self.ready = self.begun = self.over = False
         self.value: Any = None  # the result of the function; its Future has the type
         self.error: BaseException | None = None
         self.trace: TracebackType | None = None
         self.raised_at: int | None = None
-        self._origin: Job | None = None
+        self._origin: TaskCall | None = None
 
     def release(self) -> None:
         """Release what it needed to run: it will not be run any more."""
@@ -83,7 +83,7 @@ class Job:
 
     # What it touches
 
-    def look(self) -> tuple[Set[Hashable], Set[Hashable], list[Job]]:
+    def look(self) -> tuple[Set[Hashable], Set[Hashable], list[TaskCall]]:
         """The memories that it reads and writes, as far as they are known, and the jobs whose results it takes."""
         reads = self._reads()
         if not self._writes:
@@ -108,7 +108,7 @@ class Job:
         """Make the call; returns the result."""
         touched, arguments, keywords = self._reads(), self._arguments, self._keywords
         if touched.inputs:
-            arguments, keywords = filled(arguments), filled(keywords)
+            arguments, keywords = fill(arguments), fill(keywords)
         before = states(touched, self.written())
         assert self._context is not None
         value = self._context.run(call_at_once, self._bound, arguments, keywords)
@@ -126,7 +126,7 @@ class Job:
     # What has become of it
 
     @property
-    def origin(self) -> Job:
+    def origin(self) -> TaskCall:
         """The job whose failure cancelled this one, or the job itself."""
         return self._origin or self
 
@@ -138,7 +138,7 @@ class Job:
     def cancelled(self) -> bool:
         return isinstance(self.error, TaskCancelled) and not self.begun
 
-    def cancel_because_of(self, origin: Job) -> None:
+    def cancel_because_of(self, origin: TaskCall) -> None:
         """Cancel it because of the one that failed."""
         if self.error is None:
             failure = origin.error
@@ -154,7 +154,7 @@ class Job:
         if self.raised_at is None:
             self.raised_at = next(_numbers)
 
-    def blocks(self, later: Job) -> bool:
+    def blocks(self, later: TaskCall) -> bool:
         """Whether a later job must not use what this failed one should have written: its error was not raised yet."""
         seen = (failed.raised_at for failed in (self, self.origin))
         return self.number < later.number and not any(at is not None and at < later.number for at in seen)
@@ -169,10 +169,10 @@ class Job:
             self.note_raised()
             raise self.error.with_traceback(self.trace)
 
-    def note_wait(self, awaited: Job) -> None:
+    def note_wait(self, awaited: TaskCall) -> None:
         """Note that it waits for another; raises if that one waits for it."""
         with _circles:
-            reached: dict[Job, Job | None] = {awaited: None}
+            reached: dict[TaskCall, TaskCall | None] = {awaited: None}
             stack = [awaited]
             while stack and self not in reached:
                 job = stack.pop()
@@ -206,12 +206,12 @@ def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keyw
         thread_state.scope = before
 
 
-def filled(value: T) -> T:
+def fill(value: T) -> T:
     """The value with results in place of futures; the same object if there is no future in it."""
     return cast(T, replace_parts(value, lambda part: part.result() if isinstance(part, Future) else part))
 
 
-def raise_first_error(jobs: dict[Job, None]) -> None:
+def raise_first_error(jobs: dict[TaskCall, None]) -> None:
     """Raise the first error that has not been raised yet; tasks cancelled because of it are not reported separately.
 
     Jobs that are done are released.

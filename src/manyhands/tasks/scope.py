@@ -40,14 +40,14 @@ from typing import TypeVar
 
 from manyhands.errors import EngineError, type_in_words
 from manyhands.machine import usable_cores
-from manyhands.tasks.arguments import PLAIN, Future, Hooks
-from manyhands.tasks.job import Job, call_at_once, filled, raise_first_error, thread_state
+from manyhands.tasks.arguments import PLAIN, FrameworkHooks, Future
+from manyhands.tasks.job import TaskCall, call_at_once, fill, raise_first_error, thread_state
 from manyhands.tasks.workers import WorkerPool
 
 __all__ = ["Future", "parallel", "task", "waitall"]
 
 T = TypeVar("T")
-_OF_PYTHON = Hooks()
+_OF_PYTHON = FrameworkHooks()
 
 
 class parallel:
@@ -58,7 +58,9 @@ class parallel:
     the framework says of its objects.
     """
 
-    def __init__(self, threads: int | None = None, *, synchronous: bool = False, hooks: Hooks = _OF_PYTHON) -> None:
+    def __init__(
+        self, threads: int | None = None, *, synchronous: bool = False, hooks: FrameworkHooks = _OF_PYTHON
+    ) -> None:
         if threads is not None and (type(threads) is bool or not isinstance(threads, numbers.Integral) or threads < 1):
             raise EngineError(
                 f"parallel(threads={threads!r}): give a whole number of tasks that run at once, at least 1; the "
@@ -66,7 +68,7 @@ class parallel:
             )
         self._threads, self._synchronous = threads, synchronous
         self.hooks = hooks
-        self.jobs: dict[Job, None] = {}  # those that are not over, and those whose error has not been raised yet
+        self.jobs: dict[TaskCall, None] = {}  # those that are not over, or whose error has not been raised yet
         self.workers: WorkerPool | None = None
         self._outer: parallel | None = None
 
@@ -128,12 +130,12 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
     @functools.wraps(function)
     def submit(*arguments: object, **keywords: object) -> Future[T]:
         if (scope := _scope()) is not None:
-            job = Job(function, arguments, keywords, writes, scope)
+            job = TaskCall(function, arguments, keywords, writes, scope)
             assert scope.workers is not None
             scope.workers.submit(job)
         else:
-            job = Job(function, (), {})
-            job.value = call_at_once(function, filled(arguments), filled(keywords))
+            job = TaskCall(function, (), {})
+            job.value = call_at_once(function, fill(arguments), fill(keywords))
             job.begun = job.over = True
             job.release()
         return Future(job)
@@ -143,7 +145,7 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
 
 def waitall() -> None:
     """Wait for all tasks of the scopes open in this thread; raise the first error that has not been raised yet."""
-    jobs: list[Job] = []
+    jobs: list[TaskCall] = []
     scope = _scope()
     while scope is not None:
         jobs = [*scope.jobs, *jobs]
@@ -159,6 +161,6 @@ def _scope() -> parallel | None:
     return scope
 
 
-def _wait_for(jobs: Iterable[Job]) -> None:
+def _wait_for(jobs: Iterable[TaskCall]) -> None:
     for job in reversed([*jobs]):  # when the last is over, most others are: no thread is woken for those
         job.wait(None)

@@ -29,10 +29,10 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Set
 
-from manyhands.addresses import Span, share
-from manyhands.amounts import counted
+from manyhands.addresses import AddressRange, share
+from manyhands.amounts import count_of
 from manyhands.errors import EngineError, TaskCancelled
-from manyhands.tasks.job import NOTHING, ORDER, TAKES, Job, thread_state
+from manyhands.tasks.job import NOTHING, ORDER, TAKES, TaskCall, thread_state
 
 _WAIT = 1.0  # seconds of one wait: an interrupt that comes right before a wait does not end it, and is handled after it
 
@@ -46,17 +46,17 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._work_to_do = threading.Condition(self._lock)  # idle threads wait for it
         self._ended = threading.Condition(self._lock)  # threads wait for jobs to end
-        self._awaited: set[Job | None] = set()  # the jobs that they wait for; None: any, for those that help
-        self._ready: list[tuple[int, Job]] = []  # a heap: what was submitted first is done first
+        self._awaited: set[TaskCall | None] = set()  # the jobs that they wait for; None: any, for those that help
+        self._ready: list[tuple[int, TaskCall]] = []  # a heap: what was submitted first is done first
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closing = False
         self._dependencies = Dependencies()
-        self._spoiled: list[tuple[Set[Hashable], Job]] = []  # what failed jobs should have written
+        self._spoiled: list[tuple[Set[Hashable], TaskCall]] = []  # what failed jobs should have written
 
     # Submitting
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: TaskCall) -> None:
         """Put a job behind everything that it conflicts with."""
         while strangers := self._enter(job):
             for stranger in strangers:
@@ -66,7 +66,7 @@ class WorkerPool:
                 if job.ready:
                     self._do(job)
 
-    def _enter(self, job: Job) -> list[Job]:
+    def _enter(self, job: TaskCall) -> list[TaskCall]:
         """Enter a job, or return the unfinished jobs of other pools that it must wait for first."""
         with self._lock:
             reads, written, inputs = job.look()  # with the lock held: no result comes in between
@@ -85,10 +85,10 @@ class WorkerPool:
                 self._call(self._can_begin(job))
             return []
 
-    def _can_begin(self, job: Job) -> int:
+    def _can_begin(self, job: TaskCall) -> int:
         """Everything that a job needs is done. Returns how many jobs became ready."""
         if job.error is not None:
-            return self._finished(job)
+            return self._finish(job)
         job.ready = True
         if self._size:
             heapq.heappush(self._ready, (job.number, job))
@@ -120,7 +120,7 @@ class WorkerPool:
                     self._idle += 1
                     self._work_to_do.wait()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> TaskCall | None:
         """The ready job that was submitted first."""
         while self._ready:
             _, job = heapq.heappop(self._ready)
@@ -128,7 +128,7 @@ class WorkerPool:
                 return job
         return None
 
-    def _do(self, job: Job) -> int:
+    def _do(self, job: TaskCall) -> int:
         """Run a ready job in this thread. Returns how many jobs became ready."""
         job.ready, job.begun = False, True
         self._lock.release()
@@ -136,10 +136,10 @@ class WorkerPool:
             self._work(job)
         finally:
             self._lock.acquire()
-            ready = self._finished(job)
+            ready = self._finish(job)
         return ready
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: TaskCall) -> None:
         if self._spoiled and (culprit := self._culprit(job)) is not None:
             job.cancel_because_of(culprit.origin)
             return
@@ -153,7 +153,7 @@ class WorkerPool:
         finally:
             thread_state.job = before
 
-    def _finished(self, job: Job) -> int:
+    def _finish(self, job: TaskCall) -> int:
         """A job is over, and so are jobs that are cancelled because of it. Returns how many jobs became ready."""
         finished, ready = [job], 0
         while finished:
@@ -186,7 +186,7 @@ class WorkerPool:
                 self._ended.notify_all()
         return ready
 
-    def _culprit(self, job: Job) -> Job | None:
+    def _culprit(self, job: TaskCall) -> TaskCall | None:
         """The failed job that should have written what this one touches."""
         reads, writes, _ = job.look()  # its inputs are known now
         touched = reads | writes
@@ -195,7 +195,7 @@ class WorkerPool:
 
     # Waiting
 
-    def wait(self, job: Job, timeout: float | None) -> None:
+    def wait(self, job: TaskCall, timeout: float | None) -> None:
         """Wait until a job is done. A worker thread runs the job itself, unless another thread does."""
         if self.process != os.getpid():
             raise EngineError(f"{job.name} belongs to the process that this one was forked from: wait for it there")
@@ -208,7 +208,7 @@ class WorkerPool:
             if me is not None:
                 me.waits_for = None
 
-    def _wait(self, job: Job, timeout: float | None, me: Job | None) -> None:
+    def _wait(self, job: TaskCall, timeout: float | None, me: TaskCall | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         helper = me if me is not None and me.workers is self else None
         with self._lock:
@@ -223,11 +223,11 @@ class WorkerPool:
                 left = _WAIT if end is None else min(_WAIT, end - time.monotonic())
                 if left <= 0:
                     assert timeout is not None
-                    raise TimeoutError(f"{job.name} is not over after {counted(timeout, 'second')}")
+                    raise TimeoutError(f"{job.name} is not over after {count_of(timeout, 'second')}")
                 self._awaited.add(job if helper is None else None)
                 self._ended.wait(left)
 
-    def _ready_for(self, job: Job) -> Job | None:
+    def _ready_for(self, job: TaskCall) -> TaskCall | None:
         """A ready job that this one needs, or this one itself."""
         seen, stack = {job}, [job]
         while stack:
@@ -239,7 +239,7 @@ class WorkerPool:
             stack.extend(new)
         return None
 
-    def cancel(self, jobs: Iterable[Job], why: str) -> None:
+    def cancel(self, jobs: Iterable[TaskCall], why: str) -> None:
         """Cancel the jobs that have not started."""
         with self._lock:
             for job in [*jobs]:
@@ -247,7 +247,7 @@ class WorkerPool:
                     job.error = TaskCancelled(f"{job.name} was not run: {why}")
                     if job.ready:
                         job.ready = False
-                        self._call(self._finished(job))
+                        self._call(self._finish(job))
 
     def close(self, *, join: bool) -> None:
         with self._lock:
@@ -264,19 +264,21 @@ class Dependencies:
     """The last writer of each memory and the readers since, of jobs that are not over."""
 
     def __init__(self) -> None:
-        self._writer: dict[Hashable, Job] = {}
-        self._readers: dict[Hashable, set[Job]] = {}
+        self._writer: dict[Hashable, TaskCall] = {}
+        self._readers: dict[Hashable, set[TaskCall]] = {}
         self._regions = Regions()
 
-    def enter(self, job: Job, reads: Set[Hashable], written: Set[Hashable], inputs: list[Job]) -> dict[Job, int]:
+    def enter(
+        self, job: TaskCall, reads: Set[Hashable], written: Set[Hashable], inputs: list[TaskCall]
+    ) -> dict[TaskCall, int]:
         """List a job that takes the results of others; returns the jobs that it needs, and why."""
         reads, written = self._regions.of(reads), self._regions.of(written)
         needs = dict.fromkeys(inputs, TAKES)
         job.touched = job.listed = only_read = reads | written if written else reads
         if needs:  # otherwise all its memories are known
             # A write to an unknown result may write to all that it may be in; a read may read what was written so.
-            written = self._reached(written, lambda unknown: unknown.touched) if written else written
-            job.listed = only_read = self._reached(job.touched, lambda unknown: unknown.overwritten) | written
+            written = self._reach(written, lambda unknown: unknown.touched) if written else written
+            job.listed = only_read = self._reach(job.touched, lambda unknown: unknown.overwritten) | written
         for memory in job.listed:
             if (writer := self._writer.get(memory)) is not None:
                 needs.setdefault(writer, ORDER)
@@ -292,11 +294,11 @@ class Dependencies:
             self._readers.setdefault(memory, set()).add(job)
         return needs
 
-    def _may_share(self, memories: Set[Hashable]) -> set[Job]:
+    def _may_share(self, memories: Set[Hashable]) -> set[TaskCall]:
         """The jobs that use one of these memories, or whose results may be in one."""
         stack = [user for memory in memories for user in self._readers.get(memory, ())]
         stack += [user for memory in memories if (user := self._writer.get(memory)) is not None]
-        jobs: set[Job] = set()
+        jobs: set[TaskCall] = set()
         while stack:
             user = stack.pop()
             if user not in jobs:
@@ -304,7 +306,7 @@ class Dependencies:
                 stack.extend(follower for follower, why in user.followers if why)
         return jobs
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: TaskCall) -> None:
         """No job has to wait for it any more."""
         for memory in job.listed:
             if (readers := self._readers.get(memory)) is not None:
@@ -313,11 +315,11 @@ class Dependencies:
                     del self._readers[memory]
             if self._writer.get(memory) is job:
                 del self._writer[memory]
-            if type(memory) is Span and memory not in self._readers and memory not in self._writer:
+            if type(memory) is AddressRange and memory not in self._readers and memory not in self._writer:
                 self._regions.drop(memory)
         job.touched = job.overwritten = job.listed = NOTHING  # they hold other jobs, and those their results
 
-    def place_result(self, job: Job) -> None:
+    def place_result(self, job: TaskCall) -> None:
         """Its result is known: list its users under the memories that it is in."""
         readers, writer = self._readers.get(job, set()), self._writer.get(job)
         if not readers and writer is None:
@@ -331,14 +333,14 @@ class Dependencies:
             if writer is not None and (other is None or other.number < writer.number):
                 self._writer[memory] = writer
 
-    def _reached(self, memories: Set[Hashable], further: Callable[[Job], Set[Hashable]]) -> Set[Hashable]:
+    def _reach(self, memories: Set[Hashable], further: Callable[[TaskCall], Set[Hashable]]) -> Set[Hashable]:
         """These memories, those that the results among them are in, and what leads further from unknown ones."""
         stack, reached = [*memories], set[Hashable]()
         while stack:
             memory = stack.pop()
             if memory not in reached:
                 reached.add(memory)
-                if isinstance(memory, Job):
+                if isinstance(memory, TaskCall):
                     stack.extend(self._regions.of(memory.stored_in()) if memory.over else further(memory))
         return reached
 
@@ -347,18 +349,18 @@ class Regions:
     """The pieces of memory that tasks use as a whole, in the order of their addresses."""
 
     def __init__(self) -> None:
-        self._regions: list[Span] = []
+        self._regions: list[AddressRange] = []
 
     def of(self, memories: Set[Hashable]) -> Set[Hashable]:
         """These memories, with regions in place of other spans."""
-        if not any(type(memory) is Span for memory in memories):
+        if not any(type(memory) is AddressRange for memory in memories):
             return memories
         regions: set[Hashable] = set()
         for memory in memories:
-            regions.update(self._overlapping(memory) if type(memory) is Span else (memory,))
+            regions.update(self._overlaps(memory) if type(memory) is AddressRange else (memory,))
         return regions
 
-    def _overlapping(self, span: Span) -> list[Span]:
+    def _overlaps(self, span: AddressRange) -> list[AddressRange]:
         place = bisect.bisect_right(self._regions, (span.start, math.inf))
         if place and self._regions[place - 1].end > span.start:
             place -= 1
@@ -366,12 +368,12 @@ class Regions:
         while cursor < span.end:
             start = self._regions[place].start if place < len(self._regions) else span.end
             if start > cursor or place == len(self._regions):
-                self._regions.insert(place, Span(cursor, min(start, span.end)))
+                self._regions.insert(place, AddressRange(cursor, min(start, span.end)))
             regions.append(self._regions[place])
             cursor, place = self._regions[place].end, place + 1
         return regions
 
-    def drop(self, region: Span) -> None:
+    def drop(self, region: AddressRange) -> None:
         """Forget a region that is no longer used: its addresses may be allocated anew."""
         place = bisect.bisect_left(self._regions, region)
         if place < len(self._regions) and self._regions[place] == region:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands import shares as _shares
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training import launcher
 from manyhands.training.options import Checkpoints, Limits, Workers, check_count
@@ -54,7 +54,7 @@ def find(trainer: BaseTrainer, model: Any, maximum: int | None, of: Literal["bat
     most = min(int(maximum or data.count), data.count)
     if most < devices:
         raise BadSettings(
-            f"{counted(most, 'sample')} for {counted(devices, 'device')}: each needs at least one, so give a larger "
+            f"{count_of(most, 'sample')} for {count_of(devices, 'device')}: each needs at least one, so give a larger "
             "maximum"
         )
     return largest(lambda size: search.fits(size, None), most, devices)

@@ -24,7 +24,7 @@ from numbers import Integral
 from typing import Any
 
 from manyhands import machine
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.protocol import Backend
 from manyhands.device import Device
 from manyhands.errors import BadDevice, NoSuchDevice
@@ -117,7 +117,7 @@ def _as_many(devices: Any, count: int, backend: Backend[Any, Any, Any], virtual_
         return _of_cpu(count, virtual_cpus)
     if count > gpus:
         raise BadDevice(
-            f"devices={devices!r}: {counted(gpus, 'GPU')} here. Give fewer, or 'cpu:{count}' for virtual CPU devices"
+            f"devices={devices!r}: {count_of(gpus, 'GPU')} here. Give fewer, or 'cpu:{count}' for virtual CPU devices"
         )
     return DeviceChoice(_standing_in([f"gpu:{number}" for number in range(count)], backend))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import NO_CALLBACKS, CallbackPlan
 from manyhands.training.callbacks.events import Reporter
@@ -155,7 +155,7 @@ class Loop:
         is_endless = self.settings.max_epochs == ENDLESS
         if self.cursor.epoch and is_endless and loader_batches.is_used_up(self.position.loader):
             self.learner.notes.append(
-                f"the data ended after {counted(self.cursor.step, 'step')}, before a limit was reached"
+                f"the data ended after {count_of(self.cursor.step, 'step')}, before a limit was reached"
             )
             return "end of the data"
         return None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch, BadSettings, NotATensor, UnknownOption, type_in_words
 
 _Arguments = ParamSpec("_Arguments")
@@ -278,5 +278,5 @@ def in_words(value: object) -> str:
         return f"an array of shape {tuple(shape)}"
     if isinstance(value, (tuple, list)):
         shapes = ", ".join(str(tuple(part.shape)) if hasattr(part, "shape") else "?" for part in value)
-        return f"{type_in_words(value)} of {counted(len(value), 'part')} ({shapes})"
+        return f"{type_in_words(value)} of {count_of(len(value), 'part')} ({shapes})"
     return type_in_words(value)

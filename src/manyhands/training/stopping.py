@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.training import launcher
 from manyhands.training.learner import Learner, share
 from manyhands.training.options import Limits
@@ -225,7 +225,7 @@ class Stopped(BaseException):
         error: Stopped = Interrupted() if name == "SIGINT" else Terminated(128 + int(signal.Signals[name]))
         error.result = result
         error.add_note(
-            f"{name}: stopped. The model has the weights that it had after {counted(result.steps, 'step')} of training."
+            f"{name}: stopped. The model has the weights that it had after {count_of(result.steps, 'step')}."
         )
         if result.run is not None:
             error.add_note(f"The checkpoint of that step is in {result.run}: resume='auto' continues from it.")

@@ -27,7 +27,7 @@ def page(tmp_path: Path) -> Path:
         for _ in range(10):
             recorder.launch(1e-5)
         site = Site(Line(str(script), 4), Line("/x/site-packages/lib.py", 7))
-        recorder.after(watch.Event(Stall(Kind.READ, "Tensor.item", site), 0.0, 0.0))
+        recorder.after(watch.WaitEvent(Stall(Kind.READ, "Tensor.item", site), 0.0, 0.0))
         recorder.step("optimizer")
     path = tmp_path / "report.html"
     path.write_text(html.page(report.make(recorder, program="train.py", warmup=2)))

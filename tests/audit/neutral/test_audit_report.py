@@ -18,7 +18,7 @@ from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report, sarif, table
 from manyhands.audit.sites import Line, Site
-from manyhands.audit.watch import Event
+from manyhands.audit.watch import WaitEvent
 from manyhands.errors import BadSettings
 
 HERE = __file__
@@ -27,7 +27,7 @@ HERE = __file__
 def _wait(sink: Recorder, line: int, kind: Kind = Kind.READ, seconds: float = 0.001) -> None:
     stall = Stall(kind, "Tensor.item", Site(Line(HERE, line)))
     sink.before(stall)
-    sink.after(watch.Event(stall, 0.0, seconds))
+    sink.after(watch.WaitEvent(stall, 0.0, seconds))
 
 
 def _recorder(steps: int, waits: int = 1) -> Recorder:
@@ -118,7 +118,7 @@ def test_a_device_that_idles_without_waits_is_told() -> None:
     assert "the GPU idles 75% of a step, because the host" in report.make(idle, program="p", warmup=2).notes[-1]
 
 
-def _gain(entry: tuple[float, Event], busy: float, steps: int = 50) -> float:
+def _gain(entry: tuple[float, WaitEvent], busy: float, steps: int = 50) -> float:
     """The part of a step that removing one measured wait gains, after so much work of the host."""
     host, event = entry
     made = Recorder()
@@ -135,16 +135,16 @@ def test_gains_on_a_real_device() -> None:
     site, megabytes = Site(Line(HERE, 1)), 7_700_000
     # The host launches for 3 ms what the device does in 4; a pageable copy waits for that (1.2 ms), then copies (1 ms):
     # from pinned memory the step takes the device's 4 ms and a copy of 0.14.
-    copy = Event(Stall(Kind.TO_DEVICE, "Tensor.to", site), 0.0, 2.2e-3, megabytes)
+    copy = WaitEvent(Stall(Kind.TO_DEVICE, "Tensor.to", site), 0.0, 2.2e-3, megabytes)
     assert _gain((3e-3, copy), busy=5e-3) == pytest.approx(1 - 4.14 / 5.2, abs=0.02)
     # The same copy where the host is the limit: all of it is gained.
-    alone = Event(Stall(Kind.TO_DEVICE, "Tensor.to", site), 0.0, 1.0e-3, megabytes)
+    alone = WaitEvent(Stall(Kind.TO_DEVICE, "Tensor.to", site), 0.0, 1.0e-3, megabytes)
     assert _gain((3e-3, alone), busy=1.5e-3) == pytest.approx(1 / 4, abs=0.02)
     # A read that waits for the last of 4 ms of work that takes 3 ms to launch gains what the device idled meanwhile.
-    read = Event(Stall(Kind.READ, "Tensor.item", site), 0.0, 1.2e-3)
+    read = WaitEvent(Stall(Kind.READ, "Tensor.item", site), 0.0, 1.2e-3)
     assert _gain((3e-3, read), busy=4e-3) == pytest.approx(1 - 4 / 4.2, abs=0.01)
     # Longer than the device was busy at all: the host itself took the time.
-    assert _gain((1e-3, Event(Stall(Kind.READ, "Tensor.item", site), 0.0, 3e-3)), busy=1e-3) == pytest.approx(
+    assert _gain((1e-3, WaitEvent(Stall(Kind.READ, "Tensor.item", site), 0.0, 3e-3)), busy=1e-3) == pytest.approx(
         3 / 4, abs=0.02
     )
 
@@ -154,7 +154,7 @@ def test_no_device_and_no_framework_are_told() -> None:
     made = Recorder()
     made.frameworks.add("torch")
     for _ in range(4):  # a data loader waits without a device
-        made.after(watch.Event(Stall(Kind.LOADER, "DataLoader", Site(Line(HERE, 1))), 0.0, 1.0))
+        made.after(watch.WaitEvent(Stall(Kind.LOADER, "DataLoader", Site(Line(HERE, 1))), 0.0, 1.0))
     audited = report.make(made, program="p", warmup=5)
     assert "no tensor was on a GPU" in audited.verdict
     assert not audited.findings
@@ -166,7 +166,7 @@ def test_a_comment_silences_a_line_and_is_counted(tmp_path: Path) -> None:
     made = _recorder(1, waits=0)
     for line in (1, 2):
         site = Site(Line(str(script), line))
-        made.after(watch.Event(Stall(Kind.READ, "Tensor.item", site), 0.0, 0.0))
+        made.after(watch.WaitEvent(Stall(Kind.READ, "Tensor.item", site), 0.0, 0.0))
     made.step("optimizer")
     audited = report.make(made, program="p", warmup=1)
     assert [finding.line for finding in audited.findings] == [2]
@@ -183,7 +183,7 @@ def test_a_print_once_an_epoch_needs_no_cure(tmp_path: Path) -> None:
     for step in range(20):
         made.launch(1e-5)
         for line in (3, 4) if step % 10 == 9 else (3,):
-            made.after(watch.Event(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
+            made.after(watch.WaitEvent(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
         made.step("optimizer")
     each, rare = sorted(report.make(made, program="p", warmup=0).findings, key=lambda finding: finding.line)
     assert each.cure == "count the steps, and run this line every 100 steps"
@@ -231,7 +231,7 @@ def test_a_second_line_with_the_text_of_a_known_one_is_new(tmp_path: Path) -> No
         for _ in range(12):
             made.launch(1e-5)
             for line in lines:
-                made.after(watch.Event(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
+                made.after(watch.WaitEvent(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
             made.step("optimizer")
         reports.append(report.make(made, program="p", warmup=5))
     assert [finding.line for finding in report.new_since(reports[1], reports[0]).findings] == [3]

@@ -44,6 +44,6 @@ def test_plain_values_that_differ_are_no_small_difference() -> None:
 
 def test_results_that_share_memory_are_found() -> None:
     one, other = torch.full((3,), 2.0), torch.full((3,), 2.0)
-    assert planning.sharing([one, one]) == {(0, 1)}
-    assert planning.sharing([one, other]) == set()
-    assert planning.sharing(torch.full((6,), 2.0).split(3)) == {(0, 1)}
+    assert planning.shared_memory([one, one]) == {(0, 1)}
+    assert planning.shared_memory([one, other]) == set()
+    assert planning.shared_memory(torch.full((6,), 2.0).split(3)) == {(0, 1)}

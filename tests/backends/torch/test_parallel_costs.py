@@ -23,7 +23,7 @@ def test_a_call_that_was_interrupted_is_not_the_cost(
     clock = iter([moment for pair in itertools.pairwise(moments) for moment in pair])
     with monkeypatch.context() as patched:
         patched.setattr(torch_costs.time, "perf_counter", lambda: next(clock))
-        measured = torch_costs.measured(found, 0, None)
+        measured = torch_costs.measure(found, 0, None)
     assert measured is not None
     assert measured[0] == pytest.approx(cost)
     assert next(clock, None) is None
@@ -33,8 +33,8 @@ def test_an_estimate_knows_computing_from_moving() -> None:
     found = traced(lambda x: (x @ x, x + x), torch.randn(256, 256))
     assert all(rate > 0 for rate in torch_costs.rates(None))
     operations, size = 2 * 256**3, 256**2 * 4
-    fast_memory = [torch_costs.estimated(found, number, None, (1e9, 1e18))[0] for number in (0, 1)]
-    fast_product = [torch_costs.estimated(found, number, None, (1e18, 1e9))[0] for number in (0, 1)]
+    fast_memory = [torch_costs.estimate(found, number, None, (1e9, 1e18))[0] for number in (0, 1)]
+    fast_product = [torch_costs.estimate(found, number, None, (1e18, 1e9))[0] for number in (0, 1)]
     assert fast_memory[0] == pytest.approx(operations / 1e9, rel=0.01)
     assert fast_product[1] == pytest.approx(2 * size / 1e9, rel=0.01)
     assert fast_memory[1] < 1e-5
@@ -68,7 +68,7 @@ def test_what_writes_in_place_is_no_view(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch_costs, "_on_gpu", lambda step, device: (1.0, 1.0))
     costs: dict[Any, list[str]] = {}
     for number, step in enumerate(found.steps):
-        cost = torch_costs.measured(found, number, (torch.device("cuda:0"),))
+        cost = torch_costs.measure(found, number, (torch.device("cuda:0"),))
         costs.setdefault(cost, []).append(step.task.name)
     assert sorted(costs[0.0, 0.0]) == ["select", "t", "t"]
     assert {"mul_", "add_", "sub_", "_foreach_mul_"} <= set(costs[1.0, 1.0])

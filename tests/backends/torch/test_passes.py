@@ -17,7 +17,7 @@ from manyhands.backends.torch.run import threads
 from manyhands.errors import CannotFuse
 from manyhands.parallel import planner
 from manyhands.parallel.plan import Executor, Method, Plan
-from manyhands.parallel.planner import Progress
+from manyhands.parallel.planner import PlanningProgress
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import one_lane
 from manyhands.schedule.memory import Peaks
@@ -151,8 +151,8 @@ def test_compiled_code_that_stays_the_fastest_keeps_its_schedule() -> None:
     fast = Plan(
         lambda tensors: list(result), method, None, scheduled, peaks=Peaks(1, 1), left_after=9, timed=lambda: []
     )
-    with Progress("f", shown=False) as progress:
-        plan = planner.plan(found, [x], planner.Options(compile=True), progress, instead_of=fast)
+    with PlanningProgress("f", shown=False) as progress:
+        plan = planner.plan(found, [x], planner.PlanOptions(compile=True), progress, instead_of=fast)
     assert (plan.run, plan.schedule, plan.timed, plan.left_after) == (fast.run, scheduled, fast.timed, None)
     assert plan.seconds.keys() > {method}
 

@@ -14,10 +14,10 @@ from jax._src.array import ArrayImpl  # found without making an array, which wou
 from jax._src.xla_bridge import backends_are_initialized
 
 from manyhands.audit.kinds import Kind
-from manyhands.audit.wrapping import Installation, Steps
+from manyhands.audit.wrapping import Installation, StepListeners
 from manyhands.backends.jax import devices
 
-steps = Steps()
+steps = StepListeners()
 
 
 def on_device(value: Any) -> bool:
@@ -65,7 +65,7 @@ def _wrap_annotations() -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, name: str, **kwargs: Any) -> None:
-        steps.ended(name)
+        steps.note_end(name)
         original(self, name, **kwargs)
 
     annotation.__init__ = __init__

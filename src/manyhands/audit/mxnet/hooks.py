@@ -8,10 +8,10 @@ from typing import Any
 import mxnet as mx
 
 from manyhands.audit.kinds import Kind
-from manyhands.audit.wrapping import Installation, Steps
+from manyhands.audit.wrapping import Installation, StepListeners
 from manyhands.backends.mxnet import devices
 
-steps = Steps()
+steps = StepListeners()
 
 
 def on_device(value: Any) -> bool:
@@ -51,9 +51,9 @@ def _wrap_steps() -> None:
         original = getattr(trainer, name)
 
         @functools.wraps(original)
-        def stepped(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+        def step(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
             result = _original(self, *args, **kwargs)
-            steps.ended(id(self))
+            steps.note_end(id(self))
             return result
 
-        setattr(trainer, name, stepped)
+        setattr(trainer, name, step)

@@ -6,7 +6,7 @@ import linecache
 from html import escape
 
 from manyhands.amounts import seconds
-from manyhands.audit.reports.report import Finding, Report, Span
+from manyhands.audit.reports.report import Finding, Report, TimelinePart
 
 _STYLE = """
 :root { color-scheme: light dark; --wait: #d33; --work: #48a; --mark: #d333; --line: #8884; }
@@ -71,7 +71,7 @@ def _table(report: Report) -> str:
     return f"<h2>Findings</h2><table>{head}<tbody>{''.join(rows)}</tbody></table>"
 
 
-def _timeline(spans: list[Span]) -> str:
+def _timeline(spans: list[TimelinePart]) -> str:
     """Host and device above each other; waits in red."""
     end = max(span.end for span in spans) or 1.0
     boxes = []

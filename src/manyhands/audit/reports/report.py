@@ -8,8 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.amounts import counted, seconds
-from manyhands.audit.critical_path import Drawn, Length, Wait, Work, gains, simulate
+from manyhands.amounts import count_of, seconds
+from manyhands.audit.critical_path import Drawn, HostWait, Length, Work, gains, simulate
 from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import Kind
 from manyhands.audit.recorder import Entry, Recorder
@@ -51,7 +51,7 @@ class Finding:
 
 
 @dataclass
-class Span:
+class TimelinePart:
     """A piece of the timeline: what the host or the device does, and the finding (file:line) that it waits for."""
 
     lane: str
@@ -80,7 +80,7 @@ class Report:
     known: int = 0  # findings that the baseline has already
     findings: list[Finding] = field(default_factory=list)
     loaders: dict[str, float] = field(default_factory=dict)  # if predicted: a batch's seconds by this machine's clock
-    timeline: list[Span] = field(default_factory=list)  # of the first counted steps, simulated
+    timeline: list[TimelinePart] = field(default_factory=list)  # of the first counted steps, simulated
     notes: list[str] = field(default_factory=list)
     verdict: str = ""
 
@@ -92,7 +92,7 @@ class Report:
             f"prediction: if that is more than a step{step}, give it more workers"
             for line, each in self.loaders.items()
         ]
-        silenced = f"silenced by comments (manyhands: wait-ok): {counted(self.silenced, 'wait')}"
+        silenced = f"silenced by comments (manyhands: wait-ok): {count_of(self.silenced, 'wait')}"
         known = f"known from the baseline and not shown: {self.known}"
         return loaders + [silenced] * bool(self.silenced) + [known] * bool(self.known)
 
@@ -104,7 +104,7 @@ class Report:
         """A report from its JSON; keys that another version wrote are ignored."""
         known = {key: value for key, value in data.items() if key in cls.__dataclass_fields__}
         findings = [Finding(**finding) for finding in data["findings"]]
-        timeline = [Span(**span) for span in data.get("timeline", [])]
+        timeline = [TimelinePart(**span) for span in data.get("timeline", [])]
         return cls(**{**known, "findings": findings, "timeline": timeline})
 
 
@@ -162,13 +162,13 @@ def _is_loop(count: int, recorder: Recorder) -> bool:
     return recorder.steps > 0 or count >= _FEWEST
 
 
-def _drawn(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[Span]:
+def _drawn(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[TimelinePart]:
     """What the host and the device do in a few steps."""
     names = {number: f"{shown_path(key.site.user.file)}:{key.site.user.number}" for key, number in keys.items()}
     drawn: list[Drawn] = []
     simulate(_timeline(entries, keys, recorder), drawn=drawn)
     return [
-        Span(lane, begin, end, names.get(finding) if finding is not None else None)
+        TimelinePart(lane, begin, end, names.get(finding) if finding is not None else None)
         for lane, begin, end, finding in drawn[:_MOST_SPANS]
     ]
 
@@ -206,25 +206,25 @@ def _open_keys(entries: list[Entry]) -> tuple[dict[Stall, int], int]:
     return keys, silenced
 
 
-def _timeline(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[Work | Wait]:
+def _timeline(entries: list[Entry], keys: dict[Stall, int], recorder: Recorder) -> list[Work | HostWait]:
     """The record in the form of the simulation.
 
     What a real device did between two waits is not known, only how long it was busy in a step (if not measured: all the
     time). It works while the host waits for it, and for the rest of its busy time while the host works.
     """
     busy_part, waited_part = _busy_parts(entries, recorder)
-    timeline: list[Work | Wait] = []
+    timeline: list[Work | HostWait] = []
     for entry in entries:
         work, wait = entry.work, entry.wait
         after = wait.after if wait is not None else 0.0
         if recorder.speeds is None:
-            drained = _drained(entry)
+            drained = _drain_seconds(entry)
             work = Work(work.host, busy_part * work.host + waited_part * drained, lead=(1 - busy_part) * work.host)
             after += (1 - waited_part) * drained
         timeline.append(work)
         if wait is not None:
             number = keys.get(entry.key, -1) if entry.key is not None else -1
-            timeline.append(Wait(number, wait.host, wait.drains, wait.device, after))
+            timeline.append(HostWait(number, wait.host, wait.drains, wait.device, after))
     return timeline
 
 
@@ -235,7 +235,7 @@ def _busy_parts(entries: list[Entry], recorder: Recorder) -> tuple[float, float]
     steps = len({entry.step for entry in entries})
     host = sum(entry.work.host for entry in entries) / steps
     copies = sum(entry.wait.after + entry.wait.device for entry in entries if entry.wait is not None) / steps
-    drained = sum(map(_drained, entries)) / steps
+    drained = sum(map(_drain_seconds, entries)) / steps
     busy = recorder.kernel_seconds
     if busy is None:
         busy = max(0.0, recorder.busy_seconds - copies)
@@ -243,7 +243,7 @@ def _busy_parts(entries: list[Entry], recorder: Recorder) -> tuple[float, float]
     return min(1.0, rest / host) if host else 0.0, min(1.0, busy / drained) if drained else 1.0
 
 
-def _drained(entry: Entry) -> float:
+def _drain_seconds(entry: Entry) -> float:
     """How long a measured wait was for the work that was launched before it."""
     if entry.wait is None or not entry.wait.drains:
         return 0.0
@@ -290,7 +290,7 @@ def _finding(key: Stall, count: int, waited: float, gained: float | None, report
 
 def _summarise(report: Report, recorder: Recorder) -> None:
     if recorder.forks:
-        forks = counted(recorder.forks, "process", "processes")
+        forks = count_of(recorder.forks, "process", "processes")
         report.notes.append(f"the program forked {forks} (data loader workers, for example): they are not audited")
     report.notes += recorder.remarks
     _note_idle(report)
@@ -330,10 +330,10 @@ def verdict(report: Report, *, used_device: bool = True) -> str:
     if not lines:
         summary = f"no {new}hidden waits were found"
     elif report.cost is None or report.gain is None:
-        summary = f"{counted(lines, f'{new}line')} made the host wait"
+        summary = f"{count_of(lines, f'{new}line')} made the host wait"
     else:
         summary = (
-            f"{counted(lines, f'{new}line')} cost{'s' * (lines == 1)} {report.cost:.0%}; "
+            f"{count_of(lines, f'{new}line')} cost{'s' * (lines == 1)} {report.cost:.0%}; "
             f"removing {'them' if lines > 1 else 'it'} gains about {report.gain:.0%}"
         )
     busy = "" if report.busy is None else f"the GPU is busy {report.busy:.0%} of a step; "

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from manyhands.audit import sites
 from manyhands.audit.kinds import Kind
-from manyhands.audit.wrapping import Counted, Installation, Steps
+from manyhands.audit.wrapping import Counted, Installation, StepListeners
 from manyhands.backends.tensorflow import devices
 
-steps = Steps()
+steps = StepListeners()
 _calls = threading.local()
 _step_functions: set[int] = set()
 
@@ -90,17 +90,17 @@ def wrap_steps() -> None:
     call = function.__call__
 
     @functools.wraps(apply)
-    def applied(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def note_and_apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = apply(self, *args, **kwargs)
         stack = getattr(_calls, "stack", [])
         if tf.inside_function():
             _step_functions.update(stack[:1])
         else:
-            steps.ended(id(self))
+            steps.note_end(id(self))
         return result
 
     @functools.wraps(call)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def note_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not steps.listeners or tf.inside_function():
             return call(self, *args, **kwargs)
         stack = _calls.__dict__.setdefault("stack", [])
@@ -110,8 +110,8 @@ def wrap_steps() -> None:
         finally:
             stack.pop()
         if not stack and id(self) in _step_functions:
-            steps.ended(id(self))
+            steps.note_end(id(self))
         return result
 
-    optimizer.apply = applied
-    function.__call__ = called
+    optimizer.apply = note_and_apply
+    function.__call__ = note_and_call

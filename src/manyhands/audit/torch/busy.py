@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.audit import sites, watch
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.speeds import DeviceSpeeds
@@ -30,7 +30,7 @@ _undo = ExitStack()  # what ends with the audit
 def begin(recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
     """Predict every operation, or measure how busy the GPU is."""
     if recorder.speeds is not None:
-        _undo.enter_context(predicting(recorder, recorder.speeds))
+        _undo.enter_context(predict_times(recorder, recorder.speeds))
     else:
         at_step.append(_undo.enter_context(BusyTime(recorder, warmup)))
 
@@ -43,7 +43,7 @@ def end(recorder: Recorder) -> None:
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     if retries:
         recorder.remarks.append(
-            f"the allocator ran out of memory and retried {counted(retries, 'time')}, which frees cached memory and "
+            f"the allocator ran out of memory and retried {count_of(retries, 'time')}, which frees cached memory and "
             "waits for the device: use a smaller batch, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
 
@@ -135,20 +135,20 @@ def busy_seconds(spans: Any) -> float:
 
 
 @contextmanager
-def predicting(recorder: Recorder, speeds: DeviceSpeeds) -> Iterator[None]:
+def predict_times(recorder: Recorder, speeds: DeviceSpeeds) -> Iterator[None]:
     """Record what is launched on the virtual device that stands in for a GPU."""
 
-    def launched(*operation: Any) -> None:
-        _launched(recorder, speeds, *operation)
+    def note_launch(*operation: Any) -> None:
+        _launch(recorder, speeds, *operation)
 
-    virtual.observers.append(launched)
+    virtual.observers.append(note_launch)
     try:
         yield
     finally:
-        virtual.observers.remove(launched)
+        virtual.observers.remove(note_launch)
 
 
-def _launched(recorder: Recorder, speeds: DeviceSpeeds, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _launch(recorder: Recorder, speeds: DeviceSpeeds, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
     results = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
     if _is_view(func, tensors, results):

@@ -91,11 +91,11 @@ def to_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
         return None
     if isinstance(target, torch.Tensor):
         target = target.device
-    return moved(args[0], target, _is_non_blocking(args[2:], kwargs))
+    return wait_of_move(args[0], target, _is_non_blocking(args[2:], kwargs))
 
 
 def cuda_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
-    return moved(args[0], "cuda", _is_non_blocking(args[1:], kwargs))
+    return wait_of_move(args[0], "cuda", _is_non_blocking(args[1:], kwargs))
 
 
 def _is_non_blocking(options: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -105,10 +105,10 @@ def _is_non_blocking(options: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def cpu_rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Wait | None:
-    return moved(args[0], "cpu", non_blocking=False)
+    return wait_of_move(args[0], "cpu", non_blocking=False)
 
 
-def moved(tensor: torch.Tensor, target: object, non_blocking: bool) -> Wait | None:
+def wait_of_move(tensor: torch.Tensor, target: object, non_blocking: bool) -> Wait | None:
     """What a copy of a tensor to a device does to the host."""
     from_device, to_device = on_device(tensor), is_device(target)
     if from_device and not to_device:

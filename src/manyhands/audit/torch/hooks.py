@@ -20,7 +20,7 @@ from manyhands.audit import sites, watch
 from manyhands.audit.cure import Stall
 from manyhands.audit.kinds import NUMBER, Kind
 from manyhands.audit.torch import calls
-from manyhands.audit.wrapping import Installation, Steps
+from manyhands.audit.wrapping import Installation, StepListeners
 from manyhands.backends.torch import compat, devices, virtual
 from manyhands.backends.torch.cuda_stand_in import streams
 from manyhands.backends.torch.virtual import VirtualTensor
@@ -30,7 +30,7 @@ _is_compiling = torch.compiler.is_compiling
 _TRANSLATED = virtual.NameTranslation.__torch_function__.__code__
 
 
-class _OptimizerSteps(Steps):
+class _OptimizerSteps(StepListeners):
     """PyTorch tells of the steps of all optimizers by a hook, which stays no longer than somebody listens."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _OptimizerSteps(Steps):
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _is_compiling():
-            self.ended(id(optimizer))
+            self.note_end(id(optimizer))
 
 
 steps = _OptimizerSteps()
@@ -74,25 +74,25 @@ def install() -> None:
     for name, rule in calls.METHODS.items():
         for owner in (torch.Tensor, VirtualTensor):  # a virtual tensor overrides some of them
             if owner is torch.Tensor or name in vars(owner):
-                wrapped = _wrapped(getattr(owner, name), f"Tensor.{name}", rule)
+                wrapped = _wrap(getattr(owner, name), f"Tensor.{name}", rule)
                 if owner is not torch.Tensor or name != "__getitem__":
                     setattr(owner, name, wrapped)
                 else:
                     compat.replace_getitem(wrapped)
     for name, rule in calls.FUNCTIONS.items():
-        setattr(torch, name, _wrapped(getattr(torch, name), f"torch.{name}", rule))
+        setattr(torch, name, _wrap(getattr(torch, name), f"torch.{name}", rule))
     for name in calls.OF_LINALG:
         rule = calls.of_first(Kind.CHECK)
-        setattr(torch.linalg, name, _wrapped(getattr(torch.linalg, name), f"torch.linalg.{name}", rule))
+        setattr(torch.linalg, name, _wrap(getattr(torch.linalg, name), f"torch.linalg.{name}", rule))
     functional = torch.nn.functional
-    functional.one_hot = _wrapped(functional.one_hot, "one_hot", calls.one_hot_rule)
+    functional.one_hot = _wrap(functional.one_hot, "one_hot", calls.one_hot_rule)
     _wrap_synchronizing()
     _wrap_collectives()
     _wrap_loader()
     virtual.observers.append(_number_read)
 
 
-def _wrapped(original: Any, call: str, rule: calls.Rule) -> Any:
+def _wrap(original: Any, call: str, rule: calls.Rule) -> Any:
     def waits(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling() or not watch.listening or sys._getframe(1).f_code is _TRANSLATED:
             return original(*args, **kwargs)
@@ -132,7 +132,7 @@ def _wrap_synchronizing() -> None:
     owners += [(streams, "torch.cuda")]
     for owner, name in owners:
         if not hasattr(owner.synchronize, "__wrapped__"):
-            owner.synchronize = _wrapped(owner.synchronize, f"{name}.synchronize", always)
+            owner.synchronize = _wrap(owner.synchronize, f"{name}.synchronize", always)
 
 
 def _wrap_collectives() -> None:
@@ -151,8 +151,8 @@ def _wrap_collectives() -> None:
 
     for name in calls.COLLECTIVES:
         if hasattr(distributed, name):
-            setattr(distributed, name, _wrapped(getattr(distributed, name), f"torch.distributed.{name}", rule))
-    distributed.barrier = _wrapped(distributed.barrier, "torch.distributed.barrier", barrier)  # type: ignore[attr-defined]
+            setattr(distributed, name, _wrap(getattr(distributed, name), f"torch.distributed.{name}", rule))
+    distributed.barrier = _wrap(distributed.barrier, "torch.distributed.barrier", barrier)  # type: ignore[attr-defined]
 
 
 def _flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -172,7 +172,7 @@ def _wrap_loader() -> None:
         seconds = time.perf_counter() - begin
         site, sinks = sites.current(), [sink for sink in watch.sinks() if hasattr(sink, "step")]
         if site is not None and sinks:
-            event = watch.Event(Stall(Kind.LOADER, "DataLoader", site), begin, seconds)
+            event = watch.WaitEvent(Stall(Kind.LOADER, "DataLoader", site), begin, seconds)
             for sink in sinks:  # those that know of steps: a loader's time alone is not a fault
                 sink.after(event)
         return batch

@@ -226,15 +226,15 @@ def model_tensors(model: Any) -> Iterable[tuple[str, jax.Array]]:
 def move_model(model: Any, device: jax.Device) -> Any:
     """Move an NNX object in place; other pytrees are immutable, so the result is a new one."""
 
-    def moved(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         return move(leaf, device) if is_tensor(leaf) and not is_on(leaf, device) else leaf
 
     if all(is_on(tensor, device) for _, tensor in model_tensors(model)):
         return model
     nnx = _nnx_of(model)
     if nnx is None:
-        return jax.tree.map(moved, model)
-    nnx.update(model, jax.tree.map(moved, nnx.state(model)))
+        return jax.tree.map(move_leaf, model)
+    nnx.update(model, jax.tree.map(move_leaf, nnx.state(model)))
     return model
 
 

@@ -43,11 +43,11 @@ class _Constant:
         return hash(self._key)
 
 
-def _wrapped(leaf: Any) -> Any:
+def _wrap(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (jax.Array, np.ndarray)) else _Constant(leaf)
 
 
-def _unwrapped(tree: Any) -> Any:
+def _unwrap(tree: Any) -> Any:
     def value(leaf: Any) -> Any:
         return leaf.value if isinstance(leaf, _Constant) else leaf
 
@@ -55,11 +55,11 @@ def _unwrapped(tree: Any) -> Any:
 
 
 def hand_over(function: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(arguments: Any, keywords: Any) -> Any:
-        return jax.tree.map(_wrapped, function(*_unwrapped(arguments), **_unwrapped(keywords)))
+    def trace(arguments: Any, keywords: Any) -> Any:
+        return jax.tree.map(_wrap, function(*_unwrap(arguments), **_unwrap(keywords)))
 
-    compiled = jax.jit(functools.wraps(function, updated=())(traced))
-    return lambda *arguments, **keywords: _unwrapped(compiled(*jax.tree.map(_wrapped, (arguments, keywords))))
+    compiled = jax.jit(functools.wraps(function, updated=())(trace))
+    return lambda *arguments, **keywords: _unwrap(compiled(*jax.tree.map(_wrap, (arguments, keywords))))
 
 
 # Explicit tasks

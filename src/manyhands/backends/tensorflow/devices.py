@@ -170,24 +170,26 @@ def device_of(tensor: Any) -> TensorFlowDevice:
     """Where TensorFlow says it is; of int32 on a GPU it keeps the memory on the host, and says GPU."""
     if isinstance(tensor, tf.Tensor):
         _refuse_symbolic(tensor)
-        return _known(tensor.device)
+        return _known_device(tensor.device)
     if _is_composite(tensor):
         return _device_of_parts(tensor)
-    return _known(tensor.device if isinstance(tensor, tf.Variable) else tensor.value.device)
+    return _known_device(tensor.device if isinstance(tensor, tf.Variable) else tensor.value.device)
 
 
 def is_on(tensor: Any, device: TensorFlowDevice) -> bool:
     if isinstance(tensor, _EAGER):
-        return _known(tensor.device) == _known(device)
+        return _known_device(tensor.device) == _known_device(device)
     if _is_composite(tensor):
         return all(is_on(part, device) for part in _parts(tensor))
-    return device_of(tensor) == _known(device)
+    return device_of(tensor) == _known_device(device)
 
 
 def all_on(values: Sequence[Any], device: TensorFlowDevice) -> bool:
     # One check for each type, and one for each device name.
     if all(issubclass(kind, _EAGER) for kind in set(map(type, values))):
-        return all(_known(full_name) == _known(device) for full_name in {value.device for value in values})
+        return all(
+            _known_device(full_name) == _known_device(device) for full_name in {value.device for value in values}
+        )
     return all(is_tensor(value) and is_on(value, device) for value in values)
 
 
@@ -305,7 +307,7 @@ def _kind_and_index(device: str) -> tuple[str, int]:
 
 
 @functools.cache
-def _known(full_name: str) -> TensorFlowDevice:
+def _known_device(full_name: str) -> TensorFlowDevice:
     """The device in ``/job:localhost/replica:0/task:0/device:CPU:1``."""
     return TensorFlowDevice("/device:{}:{}".format(*_kind_and_index(full_name)))
 

@@ -61,7 +61,7 @@ def exists(device: torch.device) -> bool:
 
 
 def neutral(device: torch.device) -> Device:
-    device = _numbered(device)
+    device = _with_number(device)
     if device.type == "cpu":
         return Device("cpu") if device.index is None else Device("virtual", device.index)
     if device.type == "cuda":
@@ -123,21 +123,21 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
     # While a function is traced, a tensor of a virtual device tells the dispatcher's name of it.
-    return tensor.device in (device, _numbered(device), virtual.actual(device))
+    return tensor.device in (device, _with_number(device), virtual.actual(device))
 
 
 def all_on(values: Sequence[object], device: torch.device) -> bool:
-    device = _numbered(device)
+    device = _with_number(device)
     return all(isinstance(value, torch.Tensor) and value.device == device for value in values)
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    device = _numbered(device)
+    device = _with_number(device)
     return virtual.place(tensor, device) if device.type == "cpu" or virtual.stands_in() else tensor.to(device)
 
 
 def copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    device = _numbered(device)
+    device = _with_number(device)
     if virtual.stands_in() or device.type == tensor.device.type == "cpu":
         return virtual.place(tensor.clone(), device)
     return tensor.to(device, copy=True)
@@ -148,7 +148,7 @@ def start_move(tensor: torch.Tensor, device: torch.device, *, source_is_final: b
 
     ``source_is_final``: nobody writes to the source any more, so on the way to a GPU the host never waits.
     """
-    device = _numbered(device)
+    device = _with_number(device)
     # Sparse and nested tensors are several pieces of memory, for which PyTorch has no page-locked form.
     in_pieces = tensor.layout != torch.strided or tensor.is_nested
     if in_pieces or virtual.stands_in() or tensor.device.type == device.type == "cpu":
@@ -177,7 +177,7 @@ def synchronize(device: torch.device | None) -> None:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
     elif device.type == "cuda":
-        torch.cuda.synchronize(_numbered(device))
+        torch.cuda.synchronize(_with_number(device))
 
 
 # Models
@@ -198,7 +198,7 @@ def model_tensors(model: torch.nn.Module | PackedSequence) -> Iterable[tuple[str
 
 def move_model(model: torch.nn.Module | PackedSequence, device: torch.device) -> torch.nn.Module | PackedSequence:
     with virtual.hooks():
-        return model.to(_numbered(device))  # type: ignore[arg-type]  # PyTorch declares PackedSequence's for dtypes only
+        return model.to(_with_number(device))  # type: ignore[arg-type]  # PyTorch declares PackedSequence's for dtypes only
 
 
 # Measuring
@@ -293,11 +293,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _side_streams[index]
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _with_number(device: torch.device) -> torch.device:
     """One name per device: `cuda` is the first GPU (for torch the current one), and `cpu:0` the host as long as
     there are no virtual devices."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", 0)
     if device.type == "cpu" and device.index is not None:
-        return virtual.shown(device) if virtual.count() or device.index else _CPU
+        return virtual.shown_device(device) if virtual.count() or device.index else _CPU
     return device

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from manyhands.addresses import Span, joined
-from manyhands.amounts import counted
+from manyhands.addresses import AddressRange, join
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import Trace, has_effects, is_check
 from manyhands.backends.torch.compat import FakeTensorMode
@@ -58,7 +58,7 @@ def split_convolutions(trace: Trace) -> Trace:
             user.replace_input_with(node, for_input if user.args[1] == 0 else for_weight)
         graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=has_effects)  # the input's gradient may be unused
-    split = trace.rewritten(graph)
+    split = trace.with_graph(graph)
     split.unsplit = trace
     return split
 
@@ -74,10 +74,10 @@ class Compiled:
     def __init__(self, words: str, compiled: Callable[..., Any]) -> None:
         self.words = words
         self.__name__ = "compiled"
-        self._compiled = compiled
+        self._compile = compiled
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        return self._compiled(*tensors)
+        return self._compile(*tensors)
 
     def __str__(self) -> str:
         return self.words
@@ -96,7 +96,7 @@ def compile_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
         for node in dict.fromkeys(trace.outputs)
         if isinstance(node, Node) and node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
     ]
-    whole = _compiled(trace, sources, results, compiler or inductor)
+    whole = _compile(trace, sources, results, compiler or inductor)
     graph, new = Graph(), dict[Node, Node]()
     for node in sources:
         new[node] = graph.node_copy(node)
@@ -106,7 +106,7 @@ def compile_whole(trace: Trace, compiler: Compiler | None = None) -> Trace:
         new[node] = graph.call_function(operator.getitem, (call, number))
         new[node].meta["val"] = node.meta["val"]
     graph.output([new[output] if isinstance(output, Node) else output for output in trace.outputs])
-    compiled = trace.rewritten(graph)
+    compiled = trace.with_graph(graph)
     values = [node.meta.get("val") for node in trace.storages]
     low = any(isinstance(value, torch.Tensor) and value.dtype in _LOW for value in values)
     compiled.close = _CLOSE_IN_LOW_PRECISION if low else _CLOSE
@@ -137,19 +137,19 @@ def _writes_shared_memory(trace: Trace) -> bool:
 
     Tensors may lie in one storage side by side, as the weights of an LSTM on a GPU do.
     """
-    written, spans = trace.written_memories(), dict[int, list[Span]]()
+    written, spans = trace.written_memories(), dict[int, list[AddressRange]]()
     for node in [*trace.inputs, *trace.constants]:
         tensor = trace.constant(node) if node.op == "get_attr" else node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             offset = int(tensor.storage_offset()) * tensor.element_size()
             start = tensor.data_ptr() if node.op == "get_attr" else offset
-            span = Span(start, start + compat.reach(tensor) * tensor.element_size())
+            span = AddressRange(start, start + compat.reach(tensor) * tensor.element_size())
             for memory in trace.storages[node] & written:
                 spans.setdefault(memory, []).append(span)
-    return any(len(joined(beside)) < len(beside) for beside in spans.values())
+    return any(len(join(beside)) < len(beside) for beside in spans.values())
 
 
-def _compiled(trace: Trace, sources: Sequence[Node], results: Sequence[Node], compiler: Compiler) -> Compiled:
+def _compile(trace: Trace, sources: Sequence[Node], results: Sequence[Node], compiler: Compiler) -> Compiled:
     graph, new = Graph(), dict[Node, Node]()
     for number, node in enumerate(sources):
         new[node] = graph.placeholder(f"input_{number}")
@@ -158,7 +158,7 @@ def _compiled(trace: Trace, sources: Sequence[Node], results: Sequence[Node], co
     graph.output(tuple(new[node] for node in results))
     module, metas = GraphModule({}, graph), [node.meta["val"] for node in sources]
     function = _in_form(compiler(module, metas), [node.meta["val"] for node in results])
-    return Compiled(f"compiled {counted(len(trace.steps), 'operation')}", function)
+    return Compiled(f"compiled {count_of(len(trace.steps), 'operation')}", function)
 
 
 def _in_form(compiled: Callable[..., Any], metas: Sequence[torch.Tensor]) -> Callable[..., Any]:

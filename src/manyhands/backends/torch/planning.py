@@ -99,7 +99,7 @@ def batch_hint(trace: Trace, number: int) -> str | None:
 
 
 @contextmanager
-def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+def restore_after(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
     """Trials inside leave no effects: written tensors and random states are restored.
 
     Yields a function that restores written tensors already before the end: a graph that advances a state, such as a
@@ -124,7 +124,7 @@ def untouched(trace: Trace, tensors: Sequence[torch.Tensor]) -> Iterator[Callabl
 
 def results_of(trace: Trace, tensors: Sequence[torch.Tensor], run: Run) -> list[Any]:
     """Copies of what a run gives and writes, for a comparison: plain tensors, and None for values without meaning."""
-    with untouched(trace, tensors):
+    with restore_after(trace, tensors):
         nothing = meaningless_outputs(trace)
         values = [*run(tensors), *written_values(trace, tensors)]
         return copy_all([None if number in nothing else virtual.inside(value) for number, value in enumerate(values)])
@@ -133,12 +133,12 @@ def results_of(trace: Trace, tensors: Sequence[torch.Tensor], run: Run) -> list[
 def round_tensors(tensors: Sequence[Any], by: float) -> list[Any]:
     """The tensors with each number a little closer to zero, by up to this share of it."""
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator(tensor.device).manual_seed(0)
         noise = torch.rand(tensor.shape, generator=generator, device=tensor.device)
         return tensor.detach() * (1 - by * noise).to(tensor.dtype)
 
-    return [moved(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+    return [move(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 def as_written(trace: Trace, threads: int | None = None) -> Run:
@@ -160,7 +160,7 @@ def task_moments(trace: Trace, schedule: Schedule, devices: Gpus | None, threads
     """Run a schedule with substitute arguments, so the caller's stay unchanged; when each task began and ended."""
     with torch.random.fork_rng([device.index for device in devices or ()]), virtual.no_hooks():
         inputs = costs.substitute_inputs(trace)
-    with untouched(trace, inputs), virtual.no_hooks():
+    with restore_after(trace, inputs), virtual.no_hooks():
         if devices is None:
             return timed_threads(trace, schedule, inputs, threads)
         return timed_streams(trace, schedule, inputs, devices)
@@ -207,7 +207,7 @@ def _size(tensor: torch.Tensor) -> float:
     return size if math.isfinite(size) else 0.0
 
 
-def sharing(values: Sequence[Any]) -> set[tuple[int, int]]:
+def shared_memory(values: Sequence[Any]) -> set[tuple[int, int]]:
     """Pairs of results, by number, that share memory."""
     numbers = [(number, compat.memory_id(value)) for number, value in enumerate(values) if type(value) is torch.Tensor]
     return {(one, other) for (one, first), (other, second) in itertools.combinations(numbers, 2) if first == second}

@@ -93,7 +93,7 @@ def _under(modes: _Modes, recorded: bool, function: Callable[..., Any], /, *argu
     """A call under these modes, with gradients recorded or not."""
     there, before = _modes(), torch.is_grad_enabled()
     try:
-        with _SAME if there == modes else _changed(there, modes):
+        with _SAME if there == modes else _change(there, modes):
             compat.set_grad_enabled(recorded)
             return function(*arguments, **keywords)
     finally:  # the function may have called set_grad_enabled or set_stream without a with
@@ -126,7 +126,7 @@ def _modes() -> _Modes:
 
 
 @contextmanager
-def _changed(there: _Modes, wanted: _Modes) -> Iterator[None]:
+def _change(there: _Modes, wanted: _Modes) -> Iterator[None]:
     """This thread's modes, which are these, made those that are wanted."""
     inference, casts, cpu_dtype, gpu_dtype, cached, device, stream = wanted
     on_cpu, on_gpu = casts or (False, False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import EFFICIENCY, Finding, Plot, Times
+from manyhands.lab.finding import EFFICIENCY, Answer, Plot, Times
 from manyhands.schedule.timeline import Span
 
 _REPEATS = 20
@@ -25,7 +25,7 @@ _THEN, _HIDDEN = "products, then copies", "copies behind products"
     "Automatic parallelism: computation on CPU and GPU and communication between them, in parallel.",
     apart=True,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     times, spans = _three(bench)
     gain = times.compare(_AT_ONCE, to=_IN_TURN, most=3)
     longest = max(list(times)[:3], key=times.median)
@@ -45,7 +45,7 @@ def run(bench: Bench) -> Finding:
     ]
     tables = [times.table(to=_IN_TURN, title="CPU, device and bus"), copies.table(to=_THEN, title=plots[2].title)]
     shared = "Here the device and the bus are the host's too: three kinds of work share its cores and its memory."
-    return Finding(conclusion, tables, plots, [shared] if bench.virtual else [])
+    return Answer(conclusion, tables, plots, [shared] if bench.virtual else [])
 
 
 def _three(bench: Bench) -> tuple[Times, list[Span]]:
@@ -76,13 +76,13 @@ def _three(bench: Bench) -> tuple[Times, list[Span]]:
     parts = {"CPU": lambda: compute(on_host), "device": lambda: compute(on_device), "bus": copy}
     spans: list[Span] = []  # of the latest run of all three
 
-    def timed(name: str) -> tuple[Any, Span]:
+    def time_of(name: str) -> tuple[Any, Span]:
         begin = time.perf_counter()
         return parts[name](), Span("copies" if name == "bus" else "products", name, begin, time.perf_counter())
 
     def at_once() -> list[Any]:
         with mh.parallel(threads=len(parts)):
-            tasks = [mh.task(timed)(name) for name in parts]
+            tasks = [mh.task(time_of)(name) for name in parts]
         results, spans[:] = zip(*(task.result() for task in tasks), strict=True)
         return list(results)
 
@@ -110,7 +110,7 @@ def _copies(bench: Bench) -> Times:
         mh.synchronize()
         return [mh.copy(result, host) for result in results]
 
-    def overlapped() -> list[Any]:
+    def all_at_once() -> list[Any]:
         if not bench.virtual:
             arrivals = [mh.to(matmul(left, right), host, wait=False) for _ in range(count)]
             return [arrival.result() for arrival in arrivals]
@@ -118,12 +118,12 @@ def _copies(bench: Bench) -> Times:
             copies = [mh.task(mh.copy)(mh.task(matmul)(left, right), host) for _ in range(count)]
         return [copy.result() for copy in copies]
 
-    bench.equal(overlapped(), then_copies(), compared=f"{_HIDDEN} and {_THEN}")
+    bench.equal(all_at_once(), then_copies(), compared=f"{_HIDDEN} and {_THEN}")
     computed = products()
     methods = {
         "products alone": products,
         "copies alone": lambda: [mh.copy(result, host) for result in computed],
         _THEN: then_copies,
-        _HIDDEN: overlapped,
+        _HIDDEN: all_at_once,
     }
     return bench.trials(methods, {"rows": size, "inner": inner, "products": count})

@@ -9,7 +9,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Sweep, Times
+from manyhands.lab.finding import Answer, Sweep, Times
 
 _TIMES = 64  # 64 products of a quarter of the size are as much work as one
 _CPU, _GPU, _COPIED = "CPU", "GPU", "GPU, with copies there and back"
@@ -20,7 +20,7 @@ _CPU, _GPU, _COPIED = "CPU", "GPU", "GPU, with copies there and back"
     "From which size does a GPU pay, and do many small jobs?",
     "GPUs: a large task and a small one, on the CPU and on the GPU.",
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     sizes = (16, 64, 128, 256, 512) if bench.quick else (16, 32, 64, 128, 256, 512, 1024, 2048)
     sweep = Sweep((size, _products(bench, size)) for size in sizes)
     large = 512 if bench.quick else 1024
@@ -33,7 +33,7 @@ def run(bench: Bench) -> Finding:
     for name, times in divided.items():
         sentences.append(f"On the {name}, the work of one product in {_TIMES} small ones {_small(times)}.")
     title = f"One product of {large} x {large}, or {_TIMES} of a quarter of the size, on the"
-    return Finding(
+    return Answer(
         " ".join(sentences),
         [
             sweep.table("size", "One product by size"),

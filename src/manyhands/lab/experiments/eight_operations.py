@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Sweep, Times
+from manyhands.lab.finding import Answer, Sweep, Times
 from manyhands.machine import usable_cores
 
 _CHAINS, _LENGTH = 8, 10
@@ -22,7 +22,7 @@ _ALONE, _PLAIN, _TASKS, _PLANNED = "one chain alone", "plain code", "tasks", "mh
     "Do independent operations on one device overlap?",
     "Automatic parallelism: are eight independent operations executed in parallel, also small ones?",
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     sizes = (32, 128, 256) if bench.quick else (32, 64, 128, 256, 512, 1024)
     sentences, tables, plots = [], [], []
     for name, device in (("CPU", bench.mh.cpu()), ("GPU", bench.gpu())):
@@ -38,7 +38,7 @@ def run(bench: Bench) -> Finding:
         title = f"{_CHAINS} chains of {_LENGTH} products on the {name}"
         tables.append(sweep.table("size", title, gain=_PLANNED, to=_PLAIN))
         plots.append(sweep.lines(title, "rows and columns"))
-    return Finding(" ".join(sentences), tables, plots)
+    return Answer(" ".join(sentences), tables, plots)
 
 
 def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:

@@ -17,7 +17,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Plot, Sweep
+from manyhands.lab.finding import Answer, Plot, Sweep
 
 _PLAIN, _PLANNED = "plain code", "mh.parallel"
 _Graph = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
@@ -69,7 +69,7 @@ def _wavefront(bench: Bench, devices: Sequence[Any]) -> _Graph:
     frameworks=("torch",),  # the others hand the function to a runtime of their own, which shows no plan
     devices=2,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     devices, plots, notes, sweep = bench.devices(2), list[Plot](), [], Sweep()
     for make in (_mlp, _wavefront):
         function, arguments = make(bench, devices)
@@ -84,11 +84,11 @@ def run(bench: Bench) -> Finding:
         notes.append(f"{fast.explain().splitlines()[0]}.")
         if fast.planned.schedule is not None:
             plots.append(Plot("drawing", f"{name}: the graph", drawing=_graph_svg(fast)))
-            timeline = fast.measured()
+            timeline = fast.measure()
             plots.append(Plot("timeline", f"{name}: {timeline.title}", spans=timeline.spans))
     table = sweep.table("graph", "Two graphs", gain=_PLANNED, to=_PLAIN)
     same = "Both give the numbers of the plain functions, to the bit."
-    return Finding(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], plots, notes)
+    return Answer(f"{same} {sweep.in_words(_PLANNED, _PLAIN)}", [table], plots, notes)
 
 
 def _graph_svg(fast: Any) -> str:

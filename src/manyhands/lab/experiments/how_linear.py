@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import EFFICIENCY, Comparison, Finding, Plot, Sweep
+from manyhands.lab.finding import EFFICIENCY, Answer, Comparison, Plot, Sweep
 from manyhands.schedule.timeline import Span
 
 _PRODUCTS = 50
@@ -25,7 +25,7 @@ _IN_TURN, _AT_ONCE = "one after the other", "at once"
     "GPUs: two matrix products at the same time on two GPUs, and in sequence on one.",
     devices=2,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     size = bench.size(gpu=4000, cpu=600, quick=400)
     inputs = [bench.random((size, size), device, seed) for seed, device in enumerate(bench.devices(2))]
     spans: dict[str, list[Span]] = {}  # of the latest run
@@ -74,7 +74,7 @@ def run(bench: Bench) -> Finding:
         sweep.lines("Two products on one device and on two", "rows and columns"),
     ]
     tables = [times.table(to=_IN_TURN, title=title), sweep.table("size", "Two products", gain=_TWO, to=_ONE)]
-    return Finding(f"{_conclusion(gain)} {sweep.in_words(_TWO, _ONE, most=2)}", tables, plots)
+    return Answer(f"{_conclusion(gain)} {sweep.in_words(_TWO, _ONE, most=2)}", tables, plots)
 
 
 def _by_size(bench: Bench) -> Sweep:

@@ -18,7 +18,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding
+from manyhands.lab.finding import Answer
 
 _SIZE, _IN_A_CAPTURE = 100, 50
 _READ, _KEPT, _CAPTURED = "read each norm", "keep the log on the device", "captured with mh.parallel"
@@ -48,7 +48,7 @@ for product in range(50):
     "Asynchronous computation: what does a wait in every step cost?",
     one_core=True,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     import numpy
 
     mh, matmul, norm = bench.mh, bench.operations.matmul, bench.operations.norm
@@ -97,7 +97,7 @@ def run(bench: Bench) -> Finding:
     conclusion = f"A log that stays on the device {kept}, compared with reading each norm; captured, it {graph}."
     notes = [f"On {mh.device_of(start)}. The captured part, {captured.explain().splitlines()[0]}."]
     notes += [f"manyhands audit, {name}: {_audit(bench, name)}." for name in (_READ, _KEPT)]
-    return Finding(conclusion, [times.table(to=_READ, title=title)], [times.bars(title)], notes)
+    return Answer(conclusion, [times.table(to=_READ, title=title)], [times.bars(title)], notes)
 
 
 def _audit(bench: Bench, name: str) -> str:

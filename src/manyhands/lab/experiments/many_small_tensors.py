@@ -12,7 +12,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Sweep
+from manyhands.lab.finding import Answer, Sweep
 
 _PAGEABLE, _PINNED = "pageable, to the GPU", "pinned, to the GPU"
 
@@ -23,7 +23,7 @@ _PAGEABLE, _PINNED = "pageable, to the GPU", "pinned, to the GPU"
     "Training on several GPUs: a more efficient allreduce. Why is it worth joining tensors?",
     one_core=True,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     mh, gpu = bench.mh, bench.gpu()
     count = bench.size(gpu=1 << 26, cpu=1 << 24, quick=1 << 22)  # numbers of four bytes
     most, sweep = bench.size(gpu=4096, cpu=4096, quick=1024), Sweep()
@@ -49,7 +49,7 @@ def run(bench: Bench) -> Finding:
         conclusion += f" From pinned memory the copy {memory.compare(_PINNED, to=_PAGEABLE)}."
         tables.append(memory.table(to=_PAGEABLE, title="Pageable and pinned memory"))
         plots.append(memory.bars("Pageable and pinned memory"))
-    return Finding(conclusion, tables, plots, notes)
+    return Answer(conclusion, tables, plots, notes)
 
 
 def _methods(bench: Bench, tensors: list[Any]) -> dict[str, Callable[[], list[Any]]]:

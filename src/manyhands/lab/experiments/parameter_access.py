@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Times, seconds
+from manyhands.lab.finding import Answer, Times, seconds
 
 _NUMBERS, _TENSORS, _AT_ONCE, _HERE = "number by number", "tensor by tensor", "all at once", "computed on the device"
 
@@ -23,7 +23,7 @@ _NUMBERS, _TENSORS, _AT_ONCE, _HERE = "number by number", "tensor by tensor", "a
     "GPUs: how should we read and write model parameters on the GPU?",
     apart=True,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     mh, operations = bench.mh, bench.operations
     (device,), host = bench.devices(1), mh.cpu()  # in this order: JAX's runtime starts with mh.cpu()
     width, few = bench.size(gpu=1024, cpu=384, quick=128), bench.size(gpu=50, cpu=50, quick=40)
@@ -60,7 +60,7 @@ def run(bench: Bench) -> Finding:
         numbers = {name: few if name == _NUMBERS else count for name in times}
         each = Times({name: [spent / numbers[name] for spent in every] for name, every in times.items()})
         best = min((_TENSORS, _AT_ONCE), key=each.median)
-        title = f"Time to {verb} one number, of {counted(count, 'parameter')} in {counted(len(shapes), 'tensor')}"
+        title = f"Time to {verb} one number, of {count_of(count, 'parameter')} in {count_of(len(shapes), 'tensor')}"
         tables.append(each.table(to=best, title=title))
         plots.append(each.bars(title))
         sentences.append(
@@ -71,5 +71,5 @@ def run(bench: Bench) -> Finding:
         f"To compute new values on the device takes {each.median(_HERE) / each.median(best):.0%} of the time of "
         "writing them."
     )
-    note = f"Number by number: the first {counted(few, 'number')} of the first tensor."
-    return Finding(" ".join(sentences), tables, plots, [note])
+    note = f"Number by number: the first {count_of(few, 'number')} of the first tensor."
+    return Answer(" ".join(sentences), tables, plots, [note])

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import EFFICIENCY, Finding
+from manyhands.lab.finding import EFFICIENCY, Answer
 
 _WAIT, _TWO, _HOST = "wait for every step", "two steps in flight", "the host's work alone"
 
@@ -26,7 +26,7 @@ _WAIT, _TWO, _HOST = "wait for every step", "two steps in flight", "the host's w
     "Training on several GPUs, concise: an overlap of up to two steps. Asynchronous computation: waitall.",
     apart=True,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     mh, operations = bench.mh, bench.operations
     device = bench.devices(1)[0]
     width, batch, steps = bench.size(gpu=2048, cpu=384, quick=256), 512, bench.size(gpu=100, cpu=60, quick=30)
@@ -70,7 +70,7 @@ def run(bench: Bench) -> Finding:
     }
     expected = train(0)
     for in_flight in (1, 2, steps):
-        bench.equal(train(in_flight), expected, compared=f"losses with {counted(in_flight, 'step')} in flight")
+        bench.equal(train(in_flight), expected, compared=f"losses with {count_of(in_flight, 'step')} in flight")
     times = bench.trials({**methods, _HOST: host_alone}, {"steps": steps, "width": width})
     host = times.median(_HOST)
     times.compare(_TWO, to=_HOST, most=EFFICIENCY)
@@ -81,4 +81,4 @@ def run(bench: Bench) -> Finding:
         "The losses are the same to the bit."
     )
     title = f"{steps} steps"
-    return Finding(conclusion, [times.table(to=_WAIT, title=title)], [times.bars(title, {_HOST: host})])
+    return Answer(conclusion, [times.table(to=_WAIT, title=title)], [times.bars(title, {_HOST: host})])

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.book import recipes
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Plot, Series, Sweep, Times, Trial
+from manyhands.lab.finding import Answer, Plot, Series, Sweep, Times, Trial
 from manyhands.training.data import fashion_mnist
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     model: str
     batch_size: int
     lr: float
@@ -35,19 +35,19 @@ class Job:
     "with other epochs, batch sizes and rates.",
     devices=2,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     data = fashion_mnist.load()
-    sweep, accuracies = Sweep(), dict[Job, list[float]]()
+    sweep, accuracies = Sweep(), dict[TrainingJob, list[float]]()
     for job in jobs(bench):
         sweep[job], losses = Times(), []
         for count in range(1, max(2, bench.real_gpus) + 1):
             rows = _train(bench, job, count, data)
-            sweep[job][counted(count, "device")] = [row["seconds"] for row in rows[1:]]
+            sweep[job][count_of(count, "device")] = [row["seconds"] for row in rows[1:]]
             accuracies.setdefault(job, []).append(rows[-1]["val_acc"])
             losses.append(rows[0]["train_loss"])
             # Only the first epoch's loss: rounding and each device's BatchNorm statistics diverge later.
             close = 0.01 if job.model == "lenet" else 0.2
-            bench.equal(losses[-1], losses[0], tolerance=close, compared=f"{job} on 1 and {counted(count, 'device')}")
+            bench.equal(losses[-1], losses[0], tolerance=close, compared=f"{job} on 1 and {count_of(count, 'device')}")
     notes = [f"Data: {data.source}. {_count(bench, 'lenet')} images in each epoch of LeNet."]
     sentence = conclusion(sweep)
     if not bench.quick:  # after three epochs on few images, accuracies teach nothing
@@ -64,13 +64,13 @@ def run(bench: Bench) -> Finding:
     series = [Series(name, list(line), list(line.values())) for name, line in lines.items()]
     plot = Plot("line", "Time of an epoch", series, x_label="batch size")
     *_, most = sweep.methods()
-    return Finding(sentence, [sweep.table("job", "Time of an epoch", gain=most, to="1 device")], [plot], notes)
+    return Answer(sentence, [sweep.table("job", "Time of an epoch", gain=most, to="1 device")], [plot], notes)
 
 
-def jobs(bench: Bench) -> list[Job]:
+def jobs(bench: Bench) -> list[TrainingJob]:
     models = ("lenet", "small-resnet" if bench.quick else "resnet18")
     sizes, rates = ((32, 256), (0.05,)) if bench.quick else ((64, 256, 1024), (0.05, 0.2))
-    return [Job(model, size, rate) for model in models for size in sizes for rate in rates]
+    return [TrainingJob(model, size, rate) for model in models for size in sizes for rate in rates]
 
 
 def _count(bench: Bench, model: str) -> int:
@@ -78,8 +78,8 @@ def _count(bench: Bench, model: str) -> int:
     return bench.size(gpu=60_000, cpu=20_000 if model == "lenet" else 2048, quick=2048 if model == "lenet" else 1024)
 
 
-def _train(bench: Bench, job: Job, count: int, data: fashion_mnist.FashionMnist) -> list[dict[str, Any]]:
-    bench.say(f"{job}, {counted(count, 'device')}")
+def _train(bench: Bench, job: TrainingJob, count: int, data: fashion_mnist.FashionMnist) -> list[dict[str, Any]]:
+    bench.say(f"{job}, {count_of(count, 'device')}")
     framework_recipes = recipes.of(bench.framework)
     train, test = framework_recipes.data(data, job.batch_size)
     epochs = bench.size(gpu=6, cpu=4, quick=3)

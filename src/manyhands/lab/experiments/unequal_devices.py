@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.book import recipes
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Finding, Times, Trial
+from manyhands.lab.finding import Answer, Times, Trial
 from manyhands.training.data import fashion_mnist
 
 _EXTRA_PASSES = 4  # extra forward passes on the slow device, which give it about a third of the speed
@@ -26,7 +26,7 @@ _EQUAL, _MEASURED, _ALONE = "equal shares", "measured shares", "the fast one alo
     frameworks=("torch",),  # the others do not time each device separately
     devices=2,
 )
-def run(bench: Bench) -> Finding:
+def run(bench: Bench) -> Answer:
     framework_recipes = recipes.of(bench.framework)
     train = framework_recipes.data(fashion_mnist.load(), 256)[0].first(bench.size(gpu=8192, cpu=4096, quick=1536))
     has_gpu = bench.gpu() is not None
@@ -60,7 +60,7 @@ def run(bench: Bench) -> Finding:
     slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _EXTRA_PASSES} times."
     beside = "The two devices are the GPU and the CPU, which computes with one thread."
     note = beside if has_gpu else slowed
-    return Finding(conclusion(times, shares), [times.table(to=_EQUAL, title=title)], [times.bars(title)], [note])
+    return Answer(conclusion(times, shares), [times.table(to=_EQUAL, title=title)], [times.bars(title)], [note])
 
 
 def _slow_down(net: Any, inputs: Any) -> None:

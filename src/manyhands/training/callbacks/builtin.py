@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import NO_METRICS, Averaging, Callback, Row, Training, Values
 from manyhands.training.checkpoints import store
@@ -164,7 +164,7 @@ class EarlyStopping(Monitored):
 
     def _stop(self, training: Training) -> None:
         best = "it was NaN" if self.best is None else f"the best was {self.best:.6g} in epoch {self.best_epoch}"
-        waited = counted(self.waited, "evaluation" if self._is_of_evaluations else "epoch")
+        waited = count_of(self.waited, "evaluation" if self._is_of_evaluations else "epoch")
         training.stop(f"{self._name} has not improved for {waited}; {best}", by="early stopping")
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import files
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
 
 FORMAT = 1
@@ -283,7 +283,7 @@ def _read_file(file: Path, size: int) -> bytes:
             raise CheckpointDamaged(f"{file} is not a file.")
         if status.st_size > size:
             raise CheckpointDamaged(
-                f"{file} has {counted(status.st_size, 'byte')}, more than the {size:,} it may have."
+                f"{file} has {count_of(status.st_size, 'byte')}, more than the {size:,} it may have."
             )
         return file.read_bytes()
     except FileNotFoundError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadLabels
 
 
@@ -21,7 +21,7 @@ def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
     """The error for labels that a model has no output for."""
     cure = ". If they begin at 1, subtract 1: y - 1" if low > 0 and high == classes else ""
     return BadLabels(
-        f"labels go from {low} to {high}, but the model has {counted(classes, 'output')}: they must be 0 to "
+        f"labels go from {low} to {high}, but the model has {count_of(classes, 'output')}: they must be 0 to "
         f"{classes - 1}{cure}"
     )
 
@@ -65,10 +65,10 @@ class ClassLabels:
     def _summary(self, labels: NDArray[Any]) -> _Summary:
         if labels.dtype.kind not in "iuf":
             return _Summary(labels.shape, labels.dtype)
-        counted = labels[np.isfinite(labels)]  # a NaN loss is reported elsewhere
-        counted = counted[counted != self.ignored] if self.ignored is not None else counted
-        limits = (counted.min(), counted.max()) if len(counted) else None
-        whole = labels.dtype.kind != "f" or bool((counted == np.floor(counted)).all())
+        count_of = labels[np.isfinite(labels)]  # a NaN loss is reported elsewhere
+        count_of = count_of[count_of != self.ignored] if self.ignored is not None else count_of
+        limits = (count_of.min(), count_of.max()) if len(count_of) else None
+        whole = labels.dtype.kind != "f" or bool((count_of == np.floor(count_of)).all())
         return _Summary(labels.shape, labels.dtype, limits, whole)
 
     def _check(self, labels: _Summary, classes: int) -> None:

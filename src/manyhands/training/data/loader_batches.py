@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from manyhands import tree
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint, type_in_words
 from manyhands.training.data.order import Cursor, Window, epoch_order, length
 
@@ -191,7 +191,7 @@ def _no_batch(loader: Any, epoch: int) -> BadBatch:
 
 def _not_repeated(cursor: Cursor) -> WrongCheckpoint:
     return WrongCheckpoint(
-        f"the checkpoint is from after batch {cursor.batch} ({counted(cursor.sample, 'sample')}) of epoch "
+        f"the checkpoint is from after batch {cursor.batch} ({count_of(cursor.sample, 'sample')}) of epoch "
         f"{cursor.epoch + 1}, and the loader does not repeat the batches before it: some samples would be trained on "
         "twice and others never. "
         f"{_ADVICE}. This run can continue from a checkpoint at the end of an epoch"
@@ -274,7 +274,7 @@ def as_number(limit: float | None, source: Any, batch_size: int, option: str) ->
     """
     full = source.count // batch_size if getattr(source, "drop_last", False) else None
     if full == 0:
-        raise BadBatch(f"drop_last=True leaves no batch: {counted(source.count, 'sample')}, batches of {batch_size}")
+        raise BadBatch(f"drop_last=True leaves no batch: {count_of(source.count, 'sample')}, batches of {batch_size}")
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return full
     if isinstance(limit, int):
@@ -288,7 +288,7 @@ def as_number(limit: float | None, source: Any, batch_size: int, option: str) ->
     number = math.floor(batches * limit + 1e-9)  # 0.29 * 100 is a little less than 29
     if not number:
         raise BadSettings(
-            f"{option}={limit:g} of {counted(batches, 'batch', 'batches')} is none: give a number of batches, or at "
+            f"{option}={limit:g} of {count_of(batches, 'batch', 'batches')} is none: give a number of batches, or at "
             f"least {1 / batches:.3g}"
         )
     return number

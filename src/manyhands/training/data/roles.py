@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch, BadSettings, type_in_words
 from manyhands.training.data import loader_batches
 
@@ -112,15 +112,15 @@ class ModelInputs:
             return parts
         if parts <= self.arrays < math.inf:
             raise BadBatch(
-                f"the data have {counted(parts, 'part')}, and {self.name} takes {self.needed} to {self.arrays:g} "
+                f"the data have {count_of(parts, 'part')}, and {self.name} takes {self.needed} to {self.arrays:g} "
                 "inputs: the last part may be an input or a target. Write predict(model, data, targets=True) if it "
                 "is a target (it is "
                 "not used), or targets=False if it is an input"
             )
         if parts - 1 > self.most:
-            takes = counted(self.most, "input")
+            takes = count_of(self.most, "input")
             raise BadBatch(
-                f"the data have {counted(parts, 'part')}, and {self.name} takes {takes}: give (inputs..., target)"
+                f"the data have {count_of(parts, 'part')}, and {self.name} takes {takes}: give (inputs..., target)"
             )
         return parts - 1
 

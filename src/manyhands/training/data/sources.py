@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands import tree
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch
 from manyhands.training import refusals
 from manyhands.training.data import loader_batches
@@ -54,7 +54,7 @@ def bad_numbers(arrays: Sequence[Any], samples: Sequence[int] | None = None) -> 
             amount = "1 number that is" if count == 1 else f"{count} numbers that are"
             where = "" if samples is None else " of the batch"
             problems.append(
-                f"{name} has {amount} NaN or infinite, in {len(rows)} of {counted(len(bad), 'sample')}{where} (the "
+                f"{name} has {amount} NaN or infinite, in {len(rows)} of {count_of(len(bad), 'sample')}{where} (the "
                 f"first is sample {rows[0] if samples is None else samples[rows[0]]})"
             )
     return (

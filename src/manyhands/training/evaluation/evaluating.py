@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch, BadSettings
 from manyhands.training import options, refusals
 from manyhands.training.data import loader_batches, roles
@@ -77,8 +77,8 @@ class Evaluating(abc.ABC):
         inputs = self._inputs_of(model, targets)
         if self._may_be_batches(data, inputs):
             raise BadBatch(
-                f"a list of {counted(len(data), 'entry', 'entries')} may be batches, or one data set: for one data set "
-                "give a tuple, (X, y), for batches a function that makes them, lambda: iter(batches)"
+                f"a list of {count_of(len(data), 'entry', 'entries')} may be batches, or one data set: for one "
+                "data set give a tuple, (X, y), for batches a function that makes them, lambda: iter(batches)"
             )
         data = tuple(data) if isinstance(data, list) and all(map(self._is_array, data)) else data
         source, settings = self._in_order(data, "predict", limit_batches)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from manyhands import tree
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, MetricFailed, type_in_words
 from manyhands.training.refusals import in_words
 from manyhands.training.running_sums import Totals, means_of_logged, or_none
@@ -344,6 +344,6 @@ def check_rows(outputs: Any, samples: int) -> None:
         if shape is None or not len(shape) or int(shape[0]) != samples:
             shown = f"{type_in_words(leaf)}" if shape is None else f"an array of shape {tuple(shape)}"
             raise BadBatch(
-                f"the model answers {counted(samples, 'sample')} with {shown} ({path}): predictions and metrics need "
+                f"the model answers {count_of(samples, 'sample')} with {shown} ({path}): predictions and metrics need "
                 "arrays with one row per sample. Let the model return only those in evaluation mode"
             )

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.labels import Look
@@ -104,7 +104,7 @@ class JaxLearner:
         if self.settings.step.wrt is not None:
             parts = (self.state["parameters"], self.state["rest"])
             trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
-            self.notes.append(f"wrt: {counted(trained, 'number')} trained, {frozen:,} frozen")
+            self.notes.append(f"wrt: {count_of(trained, 'number')} trained, {frozen:,} frozen")
 
     @property
     def data(self) -> Source:

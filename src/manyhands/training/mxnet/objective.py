@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
@@ -151,7 +151,7 @@ def _loss(value: Any, size: int, name: str, correct: Any | None = None) -> Loss:
         return Loss(value.reshape((1,)).sum() * size, None, correct)
     if value.shape[0] != size:
         raise BadBatch(
-            f"the loss of {counted(size, 'sample')} has the shape {tuple(value.shape)}: give one number per sample, "
+            f"the loss of {count_of(size, 'sample')} has the shape {tuple(value.shape)}: give one number per sample, "
             "or their mean"
         )
     return Loss(value.sum(), None, correct)

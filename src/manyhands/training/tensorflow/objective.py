@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 from keras.src.trainers.compile_utils import is_binary_or_sparse_categorical
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data import roles
@@ -52,9 +52,9 @@ def parts_of(model: Any, batch: Sequence[Any]) -> Parts:
     fewest, most = (1, 1) if any(map(is_nested, batch)) else _inputs(model)
     inputs = int(min(most, len(batch) - 1))
     if inputs < fewest or len(batch) > inputs + 2:
-        takes = ("" if fewest == most else f"{fewest} to ") + counted(most, "input")
+        takes = ("" if fewest == most else f"{fewest} to ") + count_of(most, "input")
         raise BadBatch(
-            f"a batch has {counted(len(batch), 'part')}, but {type(model).__name__} takes {takes}: give (inputs..., "
+            f"a batch has {count_of(len(batch), 'part')}, but {type(model).__name__} takes {takes}: give (inputs..., "
             "target) or (inputs..., target, sample_weight), with several targets in a list or a dict"
         )
     return Parts(tuple(batch[:inputs]), *batch[inputs:])

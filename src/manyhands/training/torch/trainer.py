@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import devices as backend
 from manyhands.backends.torch import virtual
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, WorkerFailed
@@ -238,7 +238,7 @@ class Trainer(BaseTrainer):
             if "timed out" not in str(error).lower():
                 raise
             raise WorkerFailed(
-                f"rank {place.rank} waited {counted(seconds, 'second')} for another rank, which hangs or died "
+                f"rank {place.rank} waited {count_of(seconds, 'second')} for another rank, which hangs or died "
                 f"({world.PATIENCE_UNDER_LAUNCHER} times Workers(hang_seconds={settings.workers.hang_seconds:g}))"
             ) from error
         finally:
@@ -323,7 +323,7 @@ def _warn(event: dict[str, Any]) -> None:
 
 def _too_few(gpus: int, processes: int) -> str:
     return (
-        f"{processes} processes on a machine with {counted(gpus, 'GPU')}: each would need its own, so all "
+        f"{processes} processes on a machine with {count_of(gpus, 'GPU')}: each would need its own, so all "
         f"compute on the CPU. Start {gpus} per machine (torchrun --nproc-per-node={gpus}), or say devices=['cpu']"
     )
 

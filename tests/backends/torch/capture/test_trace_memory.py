@@ -176,14 +176,14 @@ def test_both_bias_gradients_of_an_lstm_have_their_own_memory() -> None:
     fast = planned(gradients)
     results, expected = fast(x), gradients(x)
     assert "synchronous" in fast.explain()
-    assert not planning.sharing(results)
+    assert not planning.shared_memory(results)
     for result, other in zip(results, expected, strict=True):
         result.mul_(0.5)  # as clipping does
         other.mul_(0.5)
     for result, other in zip(results, expected, strict=True):
         torch.testing.assert_close(result, other)
     planned(backward)(x)
-    assert not planning.sharing([parameter.grad for parameter in layer.parameters()])
+    assert not planning.shared_memory([parameter.grad for parameter in layer.parameters()])
 
 
 # Arrays of NumPy

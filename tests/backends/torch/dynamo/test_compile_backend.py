@@ -20,7 +20,7 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole
 from manyhands.parallel.graphs import Graphs
-from manyhands.parallel.planner import Options
+from manyhands.parallel.planner import PlanOptions
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -206,7 +206,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.writes = 0
-        self._graphs = Graphs(Options(synchronous=True), "a graph")
+        self._graphs = Graphs(PlanOptions(synchronous=True), "a graph")
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
         return dynamo.compile_with(module, inputs, self._make)
@@ -278,7 +278,7 @@ def test_dropout_before_a_transposition_is_trained() -> None:
 
 def _graph_with(first: GraphPlan) -> Any:
     module = make_fx(lambda x: (x.sin(),))(torch.rand(4))
-    return dynamo._PlannedGraph(module, lambda role: lambda graph, arguments: first, dynamo._Places(), None)
+    return dynamo._PlannedGraph(module, lambda role: lambda graph, arguments: first, dynamo._SteadyAddresses(), None)
 
 
 def test_a_better_plan_is_looked_for_once_when_it_is_due() -> None:

@@ -17,7 +17,7 @@ from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.book import torch as models
 from manyhands.parallel.graphs import Graphs
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.planner import Options
+from manyhands.parallel.planner import PlanOptions
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -47,7 +47,7 @@ class Watching:
     """The backend without fusion, and all that it planned."""
 
     def __init__(self) -> None:
-        self.graphs = Graphs(Options(), "a graph")
+        self.graphs = Graphs(PlanOptions(), "a graph")
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
         return dynamo.compile_with(module, inputs, functools.partial(self.graphs.make, None))
@@ -117,7 +117,7 @@ def test_results_that_are_handed_on_take_only_the_operations_that_they_need() ->
     counted: list[str] = []
 
     def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        own = dynamo._PlannedGraph(graph, lambda role: lambda graph, arguments: None, dynamo._Places(), None)
+        own = dynamo._PlannedGraph(graph, lambda role: lambda graph, arguments: None, dynamo._SteadyAddresses(), None)
         counted.extend(str(node.target) for node in own._make_views.graph.nodes if node.op == "call_function")
         return torch._functorch._aot_autograd.utils.make_boxed_func(graph)
 

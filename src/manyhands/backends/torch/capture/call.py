@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from manyhands import tree
-from manyhands.addresses import Same, joined
+from manyhands.addresses import Same, join
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.virtual import inside, only_hooks, only_known_functions
 
@@ -86,7 +86,7 @@ def share_memory(values: Sequence[Any]) -> bool:
     """Whether two tensors among these share memory, by address: two ``from_numpy`` of one array share no storage."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     spans = [span for tensor in tensors if (span := compat.span_of(inside(tensor))) is not None]
-    return len({id(tensor) for tensor in tensors}) < len(tensors) or len(joined(spans)) < len(spans)
+    return len({id(tensor) for tensor in tensors}) < len(tensors) or len(join(spans)) < len(spans)
 
 
 def shapes_of(values: Iterable[Any]) -> tuple[torch.Size | None, ...]:

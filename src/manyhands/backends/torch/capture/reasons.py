@@ -67,7 +67,7 @@ def _where(error: BaseException) -> str:
         if not is_users(code.co_filename):
             continue
         text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-        shown = f": {_shortened(text)}" if text else ""
+        shown = f": {_shorten(text)}" if text else ""
         return f" (in {code.co_name}, line {line} of {Path(code.co_filename).name}{shown})"
     return ""
 
@@ -98,7 +98,7 @@ def break_of(error: BaseException) -> Break | None:
     # Dynamo resumes in generated functions: torch_dynamo_resume_in_step_at_14.
     name = re.sub(r"^(torch_dynamo_resume_in_)+|(_at_\d+)+$", "", frame.name)
     text = linecache.getline(frame.filename, frame.lineno or 0).strip() or (frame.line or "")
-    return Break(Path(frame.filename).name, frame.lineno or 0, name, _shortened(text), _words(str(error)))
+    return Break(Path(frame.filename).name, frame.lineno or 0, name, _shorten(text), _words(str(error)))
 
 
 def _words(text: str) -> str:
@@ -123,7 +123,7 @@ def _not_users() -> tuple[str, ...]:
     return (*packages, sysconfig.get_paths()["stdlib"], "<manyhands", "<frozen")
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return f"{text[:_LONGEST]}{'...' if len(text) > _LONGEST else ''}"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from manyhands.addresses import joined
+from manyhands.addresses import join
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.reasons import FROM_SHAPE
 from manyhands.backends.torch.compat import tensors_in, tree_leaves
@@ -64,7 +64,7 @@ _NEEDLESS = (
 
 
 @dataclass
-class Step:
+class TracedStep:
     """A task and the operations behind it: one, and the parts taken out of its several results."""
 
     nodes: list[Node]
@@ -80,7 +80,7 @@ class Trace:
     """A captured graph: its steps in program order, its inputs and outputs."""
 
     module: GraphModule
-    steps: list[Step]
+    steps: list[TracedStep]
     inputs: list[Node]
     constants: list[Node]
     outputs: list[Any]
@@ -127,7 +127,7 @@ class Trace:
     def tasks(self) -> list[Task]:
         return [step.task for step in self.steps]
 
-    def rewritten(self, graph: Graph) -> Trace:
+    def with_graph(self, graph: Graph) -> Trace:
         """The same function, with another graph over the same constants."""
         other = describe_graph(compat.graph_module(self.module, graph))
         other.close = self.close
@@ -215,7 +215,7 @@ def describe_graph(module: GraphModule) -> Trace:
     for number, node in enumerate(nodes):
         if node in storages:
             continue
-        shared = _aliased(node, storages)
+        shared = _aliases_of(node, storages)
         # A view has no memory; this number stands for the view itself, so that its users come after it. One of several
         # views (split, unbind) has the number of the whole.
         part = node.target is operator.getitem
@@ -226,8 +226,8 @@ def describe_graph(module: GraphModule) -> Trace:
             outside.update(dict.fromkeys(memories, known))  # the fake storage of a tensor from outside
             memories = known
         storages[node] = memories | shared | handles[node]
-    steps: list[Step] = []
-    step_of: dict[Node, Step] = {}
+    steps: list[TracedStep] = []
+    step_of: dict[Node, TracedStep] = {}
     for node in nodes:
         if node.op != "call_function":
             continue
@@ -235,7 +235,7 @@ def describe_graph(module: GraphModule) -> Trace:
             step_of[node] = step_of[node.args[0]]
             step_of[node].nodes.append(node)
             continue
-        step_of[node] = Step([node], _task(node, storages))
+        step_of[node] = TracedStep([node], _task(node, storages))
         steps.append(step_of[node])
     output = next(node for node in nodes if node.op == "output").args[0]
     return Trace(module, steps, inputs, constants, list(output), storages)
@@ -243,7 +243,7 @@ def describe_graph(module: GraphModule) -> Trace:
 
 def _task(node: Node, storages: dict[Node, frozenset[int]]) -> Task:
     read = _memories(node.all_input_nodes, storages)
-    written = _written(node, storages)
+    written = _writes_of(node, storages)
     memories = storages[node] | frozenset().union(
         *(storages[user] for user in node.users if user.target is operator.getitem)
     )
@@ -304,7 +304,7 @@ def _arguments(node: Node) -> list[tuple[Any, Any]]:
     return compat.arguments(node.target, node.args, node.kwargs)
 
 
-def _written(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
+def _writes_of(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
     """The memories of the arguments that an operation writes to, according to its schema."""
     known = _arguments(node)
     written = [value for argument, value in known if argument.alias_info is not None and argument.alias_info.is_write]
@@ -313,7 +313,7 @@ def _written(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]
     return _memories(written, storages)
 
 
-def _aliased(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
+def _aliases_of(node: Node, storages: dict[Node, frozenset[int]]) -> frozenset[int]:
     """The memories of arguments that the result is a view of, or is, whether the schema says so or not."""
     if node.target is operator.getitem:
         return frozenset()
@@ -343,7 +343,7 @@ def _from_outside(constants: Sequence[Node], module: GraphModule) -> dict[Node, 
     """The memories of tensors from outside, by address: tensors whose spans overlap share one."""
     values = {node: getattr(module, str(node.target)) for node in constants}
     spans = {node: span for node, value in values.items() if (span := compat.span_of(value)) is not None}
-    places = joined(spans.values())
+    places = join(spans.values())
     memories: dict[Node, frozenset[int]] = {node: frozenset() for node in constants}
     for node, span in spans.items():
         place = places[bisect.bisect_right(places, span.start, key=lambda span_before: span_before.start) - 1]

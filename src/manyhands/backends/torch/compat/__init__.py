@@ -47,7 +47,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from manyhands.addresses import Span
+from manyhands.addresses import AddressRange
 from manyhands.backends.torch.compat.dynamo import (
     DispatchModeWithoutDynamo,
     ForwardGraph,
@@ -197,7 +197,7 @@ def memory_id(tensor: torch.Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
-def span_of(value: object) -> Span | None:
+def span_of(value: object) -> AddressRange | None:
     """All of the memory that a tensor lies in, not only what it shows of it; None for what has none of its own."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
@@ -206,7 +206,7 @@ def span_of(value: object) -> Span | None:
         start, size = storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError):  # a tensor of torch.func, or a made-up one
         return None
-    return Span(start, start + size) if start and size else None
+    return AddressRange(start, start + size) if start and size else None
 
 
 def reach(tensor: torch.Tensor) -> int:
@@ -311,7 +311,7 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
+def without_compile(module: nn.Module) -> nn.Module:
     """The module itself, of one that ``torch.compile(module)`` returned."""
     return getattr(module, "_orig_mod", module)
 
@@ -367,6 +367,6 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def saved(node: Any, name: str) -> Any:
+def saved_tensor(node: Any, name: str) -> Any:
     """What a node of autograd has saved for its backward pass under this name; RuntimeError if it is freed."""
     return getattr(node, f"_saved_{name}")

@@ -52,11 +52,11 @@ def aot_autograd(**compilers: Any) -> Callable[..., Callable[..., Any]]:
     decompositions = {torch.ops.aten.native_dropout_backward.default: _dropout_backward}
     split: Callable[..., Callable[..., Any]] = aot_autograd(**compilers, decompositions=decompositions)
 
-    def compiled(*arguments: Any) -> Callable[..., Any]:
+    def compile_with(*arguments: Any) -> Callable[..., Any]:
         with config.patch(donated_buffer=False):
             return split(*arguments)
 
-    return compiled
+    return compile_with
 
 
 def make_boxed_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ def forward_graph() -> ForwardGraph | None:
 
 
 @contextmanager
-def replacing(*others: tuple[Any, str, Any]) -> Iterator[None]:
+def replace(*others: tuple[Any, str, Any]) -> Iterator[None]:
     """Replace attributes of Dynamo for a while; a name that this PyTorch does not have is skipped.
 
     The caller holds Dynamo's ``compile_lock``.
@@ -147,7 +147,7 @@ def without_known_faults() -> AbstractContextManager[None]:
     def get_static_address_type(tensor: torch.Tensor) -> str | None:
         return "unguarded" if kind_of_address(tensor) is not None else None
 
-    return replacing(
+    return replace(
         (kind, "var_getattr", var_getattr),
         (random_object, "is_supported_random_obj", unknown),
         (builder, "get_static_address_type", get_static_address_type),
@@ -199,7 +199,7 @@ def with_whole_steps() -> AbstractContextManager[None]:
             return ZeroGrad(_zero_grad, variable)
         return getting(variable, translator, name)
 
-    return replacing(
+    return replace(
         (owner, "_validate_outputs_safe_for_autograd_nodes", mark),
         (optimizers, "var_getattr", var_getattr),
         (optimizers, "_set_capturable", lambda *_: None),
@@ -303,7 +303,7 @@ class _Frames:
                     _quiet(),
                     without_known_faults(),
                     with_whole_steps(),
-                    self._listening(),
+                    self._listen(),
                 ):
                     result = self._convert(frame, *arguments)
                 skipped = str(getattr(result, "skip_reason", ""))  # PyTorch 2.11 does not say why
@@ -318,7 +318,7 @@ class _Frames:
         # Not for the code in general: another backend may compile it.
         return ConvertFrameReturn(apply_to_code=False)
 
-    def _listening(self) -> AbstractContextManager[None]:
+    def _listen(self) -> AbstractContextManager[None]:
         """Report each place where Dynamo leaves a function to Python."""
         from torch._dynamo import symbolic_convert
 
@@ -330,7 +330,7 @@ class _Frames:
                 self._report(exc)
             before(translator, code_options, reason, exc)
 
-        return replacing((owner, "log_graph_break", log_graph_break))
+        return replace((owner, "log_graph_break", log_graph_break))
 
 
 @contextmanager
@@ -369,7 +369,7 @@ def compile_quietly(
     if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
         context.callback = _Frames(context.callback, report, left)
     # PyTorch marks in the process that something is traced, and refuses to call compiled functions in all its threads.
-    with compile_lock, replacing((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
+    with compile_lock, replace((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
         return cast(Callable[..., Any], context(function))
 
 

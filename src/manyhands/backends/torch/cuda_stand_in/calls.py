@@ -22,19 +22,19 @@ from manyhands.backends.torch.cuda_stand_in.streams import index_of
 
 def device(*args: Any, **kwargs: Any) -> torch.device:
     """``torch.device(1)`` and ``torch.device(device=1)``."""
-    return torch.device(*map(_named, args[:1]), *args[1:], **_with_named(kwargs))
+    return torch.device(*map(_by_name, args[:1]), *args[1:], **_with_named(kwargs))
 
 
 def parse_to(*args: Any, **kwargs: Any) -> Any:
     """``net.to(1)`` and ``net.to(device=1)``."""
-    return compat.parse_to(*map(_named, args[:1]), *args[1:], **_with_named(kwargs))
+    return compat.parse_to(*map(_by_name, args[:1]), *args[1:], **_with_named(kwargs))
 
 
 def _with_named(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "device": _named(options["device"])} if "device" in options else options
+    return {**options, "device": _by_name(options["device"])} if "device" in options else options
 
 
-def _named(device: Any) -> Any:
+def _by_name(device: Any) -> Any:
     return f"cuda:{device}" if type(device) is int else device
 
 
@@ -103,7 +103,7 @@ def off_cpu_too(leave: Callable[..., Any]) -> Callable[..., Any]:
     return leave_both
 
 
-def loading(load: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.load(file, map_location="cuda:1")``: a file is read on the host, then its tensors are moved."""
 
     def load_here(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -160,11 +160,11 @@ class Generator(metaclass=_GeneratorType):
         return _PlainGenerator("cpu" if virtual.is_virtual(target) else target)
 
 
-def initializing(initialize: Callable[[], None], has_gpu: bool) -> Callable[[], None]:
+def wrap_initialize(initialize: Callable[[], None], has_gpu: bool) -> Callable[[], None]:
     """Replaces what PyTorch calls before it first uses CUDA. In a hooked thread the hooks handle what follows."""
 
     def initialize_virtual() -> None:
-        if not virtual.hooked():
+        if not virtual.is_hooked():
             raise RuntimeError(
                 "this operation asks CUDA itself for a GPU, and there are only virtual devices. If it runs in a thread "
                 "that was started before the virtual devices were made, start the thread later; else it is one that "

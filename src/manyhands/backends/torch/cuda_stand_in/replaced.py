@@ -48,19 +48,19 @@ def stop() -> None:
 
 def _list(has_gpu: bool) -> Iterator[tuple[Any, str, Any]]:
     yield from _each(_devices(), torch.cuda)
-    yield from _each(_waiting(), torch.cuda)
+    yield from _each(_waits(), torch.cuda)
     yield from _each(_memory(), torch.cuda, torch.cuda.memory)  # torch.cuda.memory_allocated is torch.cuda.memory's
     yield from _each(_random(), torch.cuda, torch.cuda.random)
     yield from _each(_accelerator(), torch.accelerator)
     # DataParallel and torch.nn.parallel.scatter/gather/replicate send by these, which are C++ for CUDA.
     sending = ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced", "scatter", "gather")
-    yield from _each(_named(calls, *sending), torch.nn.parallel.comm, torch.cuda.comm)
+    yield from _each(_by_name(calls, *sending), torch.nn.parallel.comm, torch.cuda.comm)
     yield compat.parallel_functions.Scatter, "forward", staticmethod(calls.scatter_forward)
     # autocast("cuda") would leave virtual devices alone.
     yield torch.autocast, "__enter__", calls.on_cpu_too(torch.autocast.__enter__)
     yield torch.autocast, "__exit__", calls.off_cpu_too(torch.autocast.__exit__)
     # C++ that looks for the GPU itself.
-    yield torch, "load", calls.loading(torch.load)
+    yield torch, "load", calls.wrap_load(torch.load)
     yield torch, "Generator", calls.Generator
     yield from _each({"CUDAGraph": streams.NoGraphs, "graph": streams.NoGraphs}, torch.cuda)
     ddp = torch.nn.parallel.DistributedDataParallel
@@ -75,7 +75,7 @@ def _list(has_gpu: bool) -> Iterator[tuple[Any, str, Any]]:
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: False
     # All of PyTorch calls it before using CUDA.
     initialize = getattr(torch.cuda, compat.LAZY_INIT)
-    yield torch.cuda, compat.LAZY_INIT, calls.initializing(initialize, has_gpu)
+    yield torch.cuda, compat.LAZY_INIT, calls.wrap_initialize(initialize, has_gpu)
 
 
 def _each(stand_ins: dict[str, Any], *owners: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -83,7 +83,7 @@ def _each(stand_ins: dict[str, Any], *owners: Any) -> Iterator[tuple[Any, str, A
         yield from ((owner, name, value) for name, value in stand_ins.items())
 
 
-def _named(module: Any, *names: str) -> dict[str, Any]:
+def _by_name(module: Any, *names: str) -> dict[str, Any]:
     """What stands in for PyTorch's functions and classes under the same names."""
     return {name: getattr(module, name) for name in names}
 
@@ -91,8 +91,8 @@ def _named(module: Any, *names: str) -> dict[str, Any]:
 def _devices() -> dict[str, Any]:
     """Which devices there are, which is the current one, and what they are."""
     return {
-        **_named(answers, "is_available", "current_device", "get_device_name", "get_device_properties"),
-        **_named(answers, "get_device_capability"),
+        **_by_name(answers, "is_available", "current_device", "get_device_name", "get_device_properties"),
+        **_by_name(answers, "get_device_capability"),
         "device_count": virtual.count,
         "set_device": streams.set_device,
         "device": streams.CurrentDevice,
@@ -103,11 +103,13 @@ def _devices() -> dict[str, Any]:
     }
 
 
-def _waiting() -> dict[str, Any]:
+def _waits() -> dict[str, Any]:
     """Streams, events and waits: work is done when it is issued, so none of them has anything to wait for."""
     return {
-        **_named(streams, "Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize"),
-        **_named(answers, "set_sync_debug_mode", "get_sync_debug_mode"),
+        **_by_name(
+            streams, "Stream", "Event", "stream", "current_stream", "default_stream", "set_stream", "synchronize"
+        ),
+        **_by_name(answers, "set_sync_debug_mode", "get_sync_debug_mode"),
         "is_current_stream_capturing": lambda: False,
     }
 
@@ -118,13 +120,13 @@ def _memory() -> dict[str, Any]:
         **_memory_of_accelerator(),
         "reset_max_memory_allocated": answers.reset_peak_memory_stats,
         "ipc_collect": answers.nothing,
-        **_named(answers, "memory_summary", "mem_get_info"),
+        **_by_name(answers, "memory_summary", "mem_get_info"),
     }
 
 
 def _memory_of_accelerator() -> dict[str, Any]:
     return {
-        **_named(answers, "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
+        **_by_name(answers, "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
         "memory_reserved": answers.memory_allocated,
         "max_memory_reserved": answers.max_memory_allocated,
         "empty_cache": answers.nothing,
@@ -134,8 +136,8 @@ def _memory_of_accelerator() -> dict[str, Any]:
 def _random() -> dict[str, Any]:
     """Seeds and states: ``torch.manual_seed`` and ``fork_rng`` call these too."""
     return {
-        **_named(answers, "manual_seed", "seed", "initial_seed"),
-        **_named(answers, "get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"),
+        **_by_name(answers, "manual_seed", "seed", "initial_seed"),
+        **_by_name(answers, "get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"),
         "manual_seed_all": answers.manual_seed,
         "seed_all": answers.seed,
     }
@@ -145,7 +147,7 @@ def _accelerator() -> dict[str, Any]:
     """The newer names for the same: DataLoader (page-locked memory), DataParallel and recent tutorials ask these."""
     return {
         **_memory_of_accelerator(),
-        **_named(streams, "current_stream", "set_stream", "synchronize"),
+        **_by_name(streams, "current_stream", "set_stream", "synchronize"),
         "is_available": answers.is_available,
         "device_count": virtual.count,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),

@@ -24,7 +24,9 @@ def index_of(device: Any) -> int:
     if not virtual.is_virtual(named):
         raise ValueError(f"Expected a cuda device, but got: {named}")
     if not 0 <= named.index < virtual.count():
-        raise RuntimeError(f"there is no device {virtual.shown(named)}: torch.cuda.device_count() is {virtual.count()}")
+        raise RuntimeError(
+            f"there is no device {virtual.shown_device(named)}: torch.cuda.device_count() is {virtual.count()}"
+        )
     return int(named.index)
 
 

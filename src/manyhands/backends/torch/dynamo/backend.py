@@ -82,16 +82,16 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
     if graphs.only_detaches(module):
         return module.forward
     graphs.keep_effects(module)
-    places = _Places()
+    places = _SteadyAddresses()
     name = lines_of(module, "a graph")
 
     def compiler(*, is_backward: bool) -> Callable[[GraphModule, Any], Function]:
-        def compiled(graph: GraphModule, _: Any) -> Function:
+        def compile_graph(graph: GraphModule, _: Any) -> Function:
             known = None if is_backward else compat.forward_graph()
             graphs.take_gradients(graph)
             return compat.make_boxed_function(_PlannedGraph(graph, make, places, known, name, is_backward=is_backward))
 
-        return compiled
+        return compile_graph
 
     forward = compiler(is_backward=False)
     compile_graphs = compat.aot_autograd(
@@ -112,7 +112,7 @@ def compile_with(module: GraphModule, inputs: Sequence[Any], make: Make, *, to_c
     return call
 
 
-class _Places:
+class _SteadyAddresses:
     """The addresses that arguments of the forward and the backward graph have on every call."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class _PlannedGraph:
         self,
         module: GraphModule,
         make: Make,
-        places: _Places,
+        places: _SteadyAddresses,
         forward: compat.ForwardGraph | None,
         name: str = "a graph",
         *,

@@ -55,7 +55,7 @@ class Captured:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._local = threading.local()
         call = generated("call", _CALL, {})  # a new one: Dynamo stores what it captures with the code
-        self._compiled = compat.compile_quietly(call, self._capture, dynamic, self._broken, self._limit_reached)
+        self._compiled = compat.compile_quietly(call, self._capture, dynamic, self._note_break, self._limit_reached)
 
     def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Sequence[Piece]]:
         """The function's result, and the pieces that the call consisted of."""
@@ -68,7 +68,7 @@ class Captured:
 
     # Called by Dynamo
 
-    def _broken(self, error: BaseException) -> None:
+    def _note_break(self, error: BaseException) -> None:
         graph_break = break_of(error)
         if graph_break is None and not compat.is_graph_break(error):
             cause = getattr(error, "inner_exception", error)  # of a graph that could be captured, but not compiled

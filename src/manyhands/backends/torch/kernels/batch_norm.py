@@ -282,14 +282,14 @@ def _backward_on_gpu(
     mask = "all" if not relu else "again" if result is None else "result"
     if more is not None and masked_gradient is None:
         masked_gradient = torch.empty_like(x)
-    for_weight, for_bias = _reduced(gradient, more, x, normal, mask, result, masked_gradient)
+    for_weight, for_bias = _reduce(gradient, more, x, normal, mask, result, masked_gradient)
     if masked_gradient is not None:
         gradient, result, mask = masked_gradient, None, "all"
     for_x = _input_gradient_of(gradient, x, normal, mask, result, (for_weight, for_bias), _early(_of(x)))
     return for_x, for_weight, for_bias
 
 
-def _reduced(
+def _reduce(
     gradient: torch.Tensor,
     more: torch.Tensor | None,
     x: torch.Tensor,
@@ -335,7 +335,7 @@ def _reduce_on_gpu(
     result: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = "again" if result is None else "result"
-    return _reduced(gradient, more, x, (mean, rstd, weight, bias), mask, result, masked_gradient)
+    return _reduce(gradient, more, x, (mean, rstd, weight, bias), mask, result, masked_gradient)
 
 
 def _input_gradient_on_gpu(

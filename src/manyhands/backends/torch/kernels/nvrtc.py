@@ -146,22 +146,22 @@ def compile_file(file: str, device: torch.device, **definitions: str) -> Kernels
 
     ``definitions``: preprocessor macros for the source. Compilation is tried once.
     """
-    kernels = _tried(file, device, **definitions)
+    kernels = _try_to_load(file, device, **definitions)
     if isinstance(kernels, str):
         raise CannotCompile(kernels)
     return kernels
 
 
 @functools.cache
-def _tried(file: str, device: torch.device, **definitions: str) -> Kernels | str:
+def _try_to_load(file: str, device: torch.device, **definitions: str) -> Kernels | str:
     """The kernels, or why there are none."""
     try:
-        return _loaded(file, device, **definitions)
+        return _load(file, device, **definitions)
     except CannotCompile as error:
         return str(error)
 
 
-def _loaded(file: str, device: torch.device, **definitions: str) -> Kernels:
+def _load(file: str, device: torch.device, **definitions: str) -> Kernels:
     source = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]

@@ -55,12 +55,12 @@ def _of_any_layout(update: Callable[..., Any]) -> Callable[..., Any]:
     return strides other than those its meta function reports.
     """
 
-    def updated(weights: list[torch.Tensor], gradients: list[torch.Tensor], *others: Any, **named: Any) -> Any:
+    def update_in_layout(weights: list[torch.Tensor], gradients: list[torch.Tensor], *others: Any, **named: Any) -> Any:
         pairs = zip(gradients, weights, strict=True)
         laid_out = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in pairs]
         return update(weights, laid_out, *others, **named)
 
-    return updated
+    return update_in_layout
 
 
 def _recurrent_layer(*arguments: Any, **named: Any) -> tuple[Any, ...]:
@@ -128,8 +128,8 @@ def _same_value(first: Any, second: Any) -> bool:
 def node_key(node: Node) -> tuple[Any, ...]:
     """Equal for operations that take equally long: the target, and the shapes, strides and dtypes of its tensors."""
 
-    def described(source: Node) -> Any:
+    def describe(source: Node) -> Any:
         meta = source.meta.get("val")
         return str(compat.tensor_form(meta) if isinstance(meta, torch.Tensor) else type(meta))
 
-    return str(node.target), repr(map_arg(node.args, described)), repr(map_arg(node.kwargs, described))
+    return str(node.target), repr(map_arg(node.args, describe)), repr(map_arg(node.kwargs, describe))

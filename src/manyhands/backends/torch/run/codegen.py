@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Node
 
-from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.capture.trace import Trace, TracedStep
 from manyhands.backends.torch.run.bindings import native
 from manyhands.schedule.lanes import Clocks, Schedule
 
@@ -162,7 +162,7 @@ def _to_host(node: Node, *, static: bool) -> Callable[[torch.Tensor], torch.Tens
     return to_host
 
 
-def peer_source(step: Step) -> torch.device | None:
+def peer_source(step: TracedStep) -> torch.device | None:
     """The source GPU of a copy from one GPU to another."""
     if step.task.kind != "copy":
         return None
@@ -170,7 +170,7 @@ def peer_source(step: Step) -> torch.device | None:
     return source.meta["val"].device  # type: ignore[no-any-return]
 
 
-def on_cpu(step: Step) -> bool:
+def on_cpu(step: TracedStep) -> bool:
     return step.task.device == "cpu"
 
 
@@ -318,7 +318,7 @@ def points(schedule: Schedule, wanted: Mapping[_Key, tuple[Iterable[int], Iterab
         clocks.issue(lane, task, waited_for=task in waited)
         tasks[lane].append(task)
         for other in range(count):
-            known[lane][other].append(clocks.known(lane, other))
+            known[lane][other].append(clocks.known_position(lane, other))
     number = {task: place for place, task in enumerate(schedule.order)}
     found: dict[_Key, int] = {}
     for key, (lanes, users) in wanted.items():

@@ -44,7 +44,7 @@ def copy_all(values: Sequence[Any]) -> list[Any]:
     tensors = {id(value): value.detach() for value in values if isinstance(value, torch.Tensor)}
     copies: dict[int, torch.Tensor] = {}
     by_form: dict[Any, list[int]] = {}
-    for keys in _sharing(tensors):
+    for keys in _sharing_memory(tensors):
         storage = tensors[keys[0]].untyped_storage().clone()
         for key in keys:
             tensor = tensors[key]
@@ -85,7 +85,7 @@ def _empty(device: torch.device) -> Callable[..., torch.Tensor]:
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
+def _sharing_memory(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     """Groups of tensors that share memory; only plain strided tensors without a conjugate or negative bit."""
     groups: dict[int, list[int]] = {}
     for key, tensor in tensors.items():

@@ -24,11 +24,11 @@ from torch.utils.flop_counter import flop_registry
 
 from manyhands import machine
 from manyhands.backends.torch import compat
-from manyhands.backends.torch.capture.trace import Step, Trace
+from manyhands.backends.torch.capture.trace import Trace, TracedStep
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.bindings import native, node_key
 from manyhands.backends.torch.run.graph_nodes import instantiate
-from manyhands.backends.torch.run.streams import Gpus, capturing
+from manyhands.backends.torch.run.streams import Gpus, capture_graph
 from manyhands.backends.torch.run.threads import operation_threads
 from manyhands.backends.torch.virtual import no_hooks
 from manyhands.schedule.graph import Task
@@ -63,7 +63,7 @@ def cost_keys(trace: Trace) -> list[str]:
     return [hashlib.sha256(repr(node_key(step.node)).encode()).hexdigest()[:24] for step in trace.steps]
 
 
-def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
+def measure(trace: Trace, number: int, device: Gpus | None) -> tuple[float, float] | None:
     """Seconds, and the share of its device that the operation fills; None if it cannot be measured alone."""
     step = trace.steps[number]
     if not isinstance(step.node.target, compat.OpOverload):
@@ -80,11 +80,11 @@ def measured(trace: Trace, number: int, device: Gpus | None) -> tuple[float, flo
         return None
 
 
-def _gpu(step: Step) -> torch.device:
+def _gpu(step: TracedStep) -> torch.device:
     return torch.device("cuda", int(step.task.device.partition(":")[2]))
 
 
-def _on_cpu(step: Step) -> tuple[float, float]:
+def _on_cpu(step: TracedStep) -> tuple[float, float]:
     """The minimum time of several calls with one thread; views count too, because calling them takes as long."""
     target = native(step.node)
     share = 1 / torch.get_num_threads()
@@ -104,14 +104,14 @@ def _on_cpu(step: Step) -> tuple[float, float]:
     return least, max(share, min(1.0, _ISSUE / least))
 
 
-def _on_gpu(step: Step, device: torch.device) -> tuple[float, float]:
+def _on_gpu(step: TracedStep, device: torch.device) -> tuple[float, float]:
     """Times one copy, then several at once: the added time shows how much of the chip one copy fills."""
     sets = [_arguments(step) for _ in range(_CROWD)]
     target: Any = step.node.target
     with torch.no_grad(), torch.cuda.device(device):
-        alone = _replayed(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
+        alone = _seconds_of_replay(lambda: [target(*sets[0][0], **sets[0][1]) for _ in range(_CROWD)], device) / _CROWD
         works = [functools.partial(target, *arguments, **named) for arguments, named in sets]
-        crowd = _replayed(_on_streams(works, device), device)
+        crowd = _seconds_of_replay(_on_streams(works, device), device)
     return alone, min(1.0, max(1 / _CROWD, crowd / (_CROWD * alone)))
 
 
@@ -132,14 +132,14 @@ def _on_streams(works: Sequence[Callable[[], Any]], device: torch.device) -> Cal
     return run
 
 
-def _replayed(work: Callable[[], Any], device: torch.device) -> float:
+def _seconds_of_replay(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds of a replay of the work as a CUDA graph."""
     work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*CUDA Graph is empty.*")  # an operation without kernels costs nothing
-        with capturing(graph, device):
+        with capture_graph(graph, device):
             results = work()
         instantiate(graph, device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -156,7 +156,7 @@ def _replayed(work: Callable[[], Any], device: torch.device) -> float:
 # Substitute arguments
 
 
-def _arguments(step: Step) -> tuple[Any, Any]:
+def _arguments(step: TracedStep) -> tuple[Any, Any]:
     return map_arg(step.node.args, _substitute), map_arg(step.node.kwargs, _substitute)
 
 
@@ -212,7 +212,7 @@ def _wait(devices: Gpus | None) -> None:
         torch.cuda.synchronize(device)
 
 
-def estimated(trace: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
+def estimate(trace: Trace, number: int, device: Gpus | None, known: tuple[float, float]) -> tuple[float, float]:
     """Seconds by the roofline: the longer of computing and moving bytes."""
     step = trace.steps[number]
     values = [node.meta.get("val") for node in [*step.node.all_input_nodes, *step.nodes]]

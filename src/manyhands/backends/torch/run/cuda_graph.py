@@ -20,7 +20,7 @@ from manyhands.backends.torch.run.codegen import generate, gpu_lanes
 from manyhands.backends.torch.run.copies import Copies, allocator, can_be_copied, copy_all, has_no_gaps, prepare
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import own_streams, reserve_workspaces
-from manyhands.backends.torch.run.streams import Gpus, as_traced, capturing
+from manyhands.backends.torch.run.streams import Gpus, as_traced, capture_graph
 from manyhands.errors import CannotCompile
 from manyhands.schedule.lanes import Schedule
 
@@ -124,7 +124,7 @@ class GraphRun:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         copies_in = Copies("copy_in", [inputs[number] for number in moving], self._device) if moving else None
         copies_out = None
-        capture = capturing(graph, self._device, stream=self._first)
+        capture = capture_graph(graph, self._device, stream=self._first)
         with as_traced(self._devices, self._first), capture:
             if copies_in is not None:
                 copies_in.launch()

@@ -37,7 +37,7 @@ def own_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     """``count`` streams of the device, all different if there are enough; they are used in rotation."""
     if device.type != "cuda" or torch.version.cuda is None:
         return [new_stream(device) for _ in range(count)]
-    device = _numbered(device)
+    device = _with_number(device)
     with _lock:
         streams = _streams.setdefault(device, [])
         first = _taken.get(device, 0)
@@ -55,7 +55,7 @@ def reserve_workspaces(streams: Sequence[torch.cuda.Stream], device: torch.devic
     """
     if device.type != "cuda" or torch.version.cuda is None or not streams:
         return
-    device = _numbered(device)
+    device = _with_number(device)
     with (
         _turns[gradients],
         torch.cuda.device(device),
@@ -99,5 +99,5 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle.value, device=device)
 
 
-def _numbered(device: torch.device) -> torch.device:
+def _with_number(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())

@@ -148,7 +148,7 @@ def _gpu(name: str, devices: Gpus) -> torch.device:
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> Iterator[None]:
+def capture_graph(graph: torch.cuda.CUDAGraph, device: torch.device, **how: Any) -> Iterator[None]:
     """Capture a CUDA graph. Other threads, such as data loaders, may allocate and copy during the capture.
 
     Whatever fails inside, nothing is being captured afterwards.

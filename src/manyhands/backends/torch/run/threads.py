@@ -54,7 +54,7 @@ _MOST = 1 << 16  # threads: a lane must never wait for a free one
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
-class Stopped(Exception):
+class LaneStopped(Exception):
     """Another lane has failed; raised and caught only inside a run."""
 
 
@@ -92,7 +92,7 @@ def _generate(trace: Trace, schedule: Schedule, stamps: Stamps | None) -> tuple[
     opened: dict[int, list[str]] = {}
     for (other, _), gate in gates.items():
         opened.setdefault(other, []).append(f"{gate}.release()")
-    stopped, clock = code.name(Stopped), code.name(time.perf_counter)
+    stopped, clock = code.name(LaneStopped), code.name(time.perf_counter)
     gone = _last_uses(trace, schedule)
     for task in schedule.order:
         lines, stamp = lanes[schedule.lane_of[task]], []
@@ -171,7 +171,7 @@ class ThreadRun:
                 gate.acquire()
         stop: list[BaseException] = []
 
-        def failed(error: BaseException) -> None:
+        def fail(error: BaseException) -> None:
             stop.append(error)  # the first error counts; later ones may be its consequences
             for gate in gates:
                 with suppress(RuntimeError):
@@ -184,7 +184,7 @@ class ThreadRun:
                 with torch.inference_mode() if inference else nullcontext():
                     lane(gates, stop)
             except BaseException as error:
-                failed(error)
+                fail(error)
 
         def elsewhere(lane: _Lane) -> None:
             if torch.get_num_threads() != self.threads:
@@ -197,13 +197,13 @@ class ThreadRun:
                 futures.append(pool().submit(elsewhere, lane))
             work(lanes[0])
         except BaseException as error:  # an interrupt between the lines above
-            failed(error)
+            fail(error)
         while True:
             try:
                 wait(futures)
                 break
             except KeyboardInterrupt as error:
-                failed(error)
+                fail(error)
         if stop:
             failure = next((error for error in stop if isinstance(error, KeyboardInterrupt)), stop[0])
             stop.clear()  # avoids a cycle: the list would hold the error, whose traceback holds this frame

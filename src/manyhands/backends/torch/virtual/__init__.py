@@ -7,7 +7,7 @@ own words, as with GPUs (a scalar of the host is accepted everywhere).
 **Two names.** To the dispatcher the device is ``cpu:1``, which PyTorch knows as a name: its backward pass has no thread
 for a GPU that is not there. Where virtual devices stand in for GPUs (:mod:`..cuda_stand_in`), Python sees ``cuda:1``:
 ``x.device``, ``x.is_cuda``, ``repr(x)``, and every call may name it so. :func:`home` and :func:`actual` give the
-first name, :func:`shown` the second.
+first name, :func:`shown_device` the second.
 
 Two hooks create tensors on virtual devices: a dispatch mode sees every ``torch.ones(..., device=...)``, ``x.to(...)``
 and ``Module.to``, also in a backward pass; a function mode translates names before PyTorch looks for a GPU, and sees
@@ -23,9 +23,9 @@ an ``out=`` that would need more memory are refused.
 
 from manyhands.backends.torch.virtual.modes import (
     NameTranslation,
-    hooked,
     hooks,
     instead,
+    is_hooked,
     is_marked_pinned,
     mark_pinned,
     no_hooks,
@@ -40,7 +40,7 @@ from manyhands.backends.torch.virtual.names import (
     device,
     is_virtual,
     of_thread,
-    shown,
+    shown_device,
     stands_in,
 )
 from manyhands.backends.torch.virtual.tensor import VirtualTensor, home, inside, observers, place

@@ -33,7 +33,7 @@ from manyhands.backends.torch.virtual.names import (
     is_virtual,
     of_thread,
     set_devices,
-    shown,
+    shown_device,
     stands_in,
 )
 from manyhands.backends.torch.virtual.tensor import (
@@ -79,7 +79,7 @@ def stop() -> None:
 
 def enter_thread() -> None:
     """Let this thread create tensors on virtual devices, until :func:`leave_thread`."""
-    if not hooked():
+    if not is_hooked():
         of_thread.hooks = (_Factories(), NameTranslation())  # type: ignore[no-untyped-call]
         for hook in of_thread.hooks:
             hook.__enter__()  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ def no_hooks() -> Iterator[None]:
         yield
 
 
-def hooked() -> bool:
+def is_hooked() -> bool:
     """Whether this thread has our hooks."""
     return any(isinstance(mode, _Factories) for mode in dispatch_mode_stack())
 
@@ -175,7 +175,7 @@ class NameTranslation(TorchFunctionMode):
             return func(*args, **kwargs)
         if stands_in() and func in instead:
             return instead[func](*args, **kwargs)
-        args, device = _translated(func, args, kwargs)
+        args, device = _translate(func, args, kwargs)
         if device is not None:
             kwargs = {**kwargs, "device": device}
         if stands_in() and kwargs.get("pin_memory"):  # PyTorch would ask CUDA for the memory
@@ -208,7 +208,7 @@ def _with_lengths_beside(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     return (*(named.pop(name) for name in names), *args[4:]), named
 
 
-def _translated(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.device | None]:
+def _translate(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.device | None]:
     """The arguments of a call, and its ``device=``, with the dispatcher's names of devices."""
     named = kwargs.get("device")
     if named is not None:
@@ -244,14 +244,14 @@ def _of_lazy_parameters() -> Iterator[tuple[Any, str, Any]]:
         yield kind, "__new__", _made_on_virtual(kind.__new__)  # LazyLinear(..., device="cuda:1")
     # A buffer does not define it: torch.Tensor's raises.
     parameter = torch.nn.UninitializedParameter
-    yield parameter, "__deepcopy__", _copied(parameter.__deepcopy__)
+    yield parameter, "__deepcopy__", _wrap_deepcopy(parameter.__deepcopy__)
 
 
 def _call_with_lazy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Handle a call with a parameter that has no shape yet: remember a move."""
     tensor = args[0]
     if func == _GET_DEVICE and "_future_home" in tensor.__dict__:
-        return shown(tensor._future_home)
+        return shown_device(tensor._future_home)
     if func not in (torch.Tensor.to, torch.Tensor.cpu):
         return func(*args, **kwargs)
     wanted = HOST if func is torch.Tensor.cpu else kwargs.get("device", args[1] if len(args) > 1 else None)
@@ -299,7 +299,7 @@ def _made_on_virtual(new: Callable[..., Any]) -> Callable[..., Any]:
     return new_on_virtual
 
 
-def _copied(deepcopy: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_deepcopy(deepcopy: Callable[..., Any]) -> Callable[..., Any]:
     def deepcopy_with_home(tensor: Any, memo: dict[int, Any]) -> Any:
         copy = deepcopy(tensor, memo)
         if "_future_home" in tensor.__dict__:

@@ -52,7 +52,7 @@ def actual(device: torch.device | str | int) -> torch.device:
     return torch.device("cpu", of_thread.current if named.index is None else named.index)
 
 
-def shown(device: torch.device) -> torch.device:
+def shown_device(device: torch.device) -> torch.device:
     """The device as Python sees it: ``cuda:1`` for ``cpu:1`` where virtual devices stand in for GPUs."""
     return torch.device("cuda", device.index) if _as_cuda and is_virtual(device) else device
 
@@ -64,4 +64,4 @@ def is_virtual(device: torch.device) -> bool:
 
 def check_exists(device: torch.device) -> None:
     if device.type == "cpu" and device.index is not None and device.index >= _count:
-        raise RuntimeError(f"there is no virtual device {shown(device)}: this process has {_count} of them")
+        raise RuntimeError(f"there is no virtual device {shown_device(device)}: this process has {_count} of them")

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.virtual.memory import VirtualMemory
-from manyhands.backends.torch.virtual.names import HOST, actual, check_exists, is_virtual, shown, stands_in
+from manyhands.backends.torch.virtual.names import HOST, actual, check_exists, is_virtual, shown_device, stands_in
 
 # Called with every operation on a virtual device, its arguments and its result, as plain tensors.
 observers: list[Callable[[Any, Any, Any, Any], None]] = []
@@ -61,7 +61,7 @@ def place(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, compat.FakeTensor):  # while tracing, a copy between devices is an operation like any other
         return tensor.to(device)
     if device.type == "cpu" and (is_virtual(device) or home(tensor).type == "cpu"):
-        return tensor if home(tensor) == device else _Place.apply(tensor, device)  # type: ignore[no-untyped-call]
+        return tensor if home(tensor) == device else _Move.apply(tensor, device)  # type: ignore[no-untyped-call]
     return tensor.to(device)
 
 
@@ -100,7 +100,7 @@ class VirtualTensor(VirtualMemory, torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return shown(self._home)
+        return shown_device(self._home)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -186,18 +186,18 @@ class VirtualTensor(VirtualMemory, torch.Tensor):
         )
 
     def __copy__(self) -> torch.Tensor:
-        return self._holding(self._inner.detach())
+        return self._hold(self._inner.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.no_grad():
-                copy = self._holding(self._inner.clone())
+                copy = self._hold(self._inner.clone())
             if self.grad is not None:
                 copy.grad = self.grad.__deepcopy__(memo)
             memo[id(self)] = copy
         return memo[id(self)]  # type: ignore[no-any-return]
 
-    def _holding(self, inner: torch.Tensor) -> torch.Tensor:
+    def _hold(self, inner: torch.Tensor) -> torch.Tensor:
         """A tensor of the same kind on the same device, with other numbers."""
         copy: torch.Tensor = VirtualTensor(inner, self._home)
         if isinstance(self, torch.nn.Parameter):
@@ -265,13 +265,13 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.grad = gradient
 
 
-class _Place(torch.autograd.Function):
+class _Move(torch.autograd.Function):
     """A move between the host and a virtual device, or between two; the gradient moves back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         ctx.source = home(tensor)
-        return _wrapped(inside(tensor).to(HOST, copy=True), device)
+        return _wrap(inside(tensor).to(HOST, copy=True), device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -287,18 +287,18 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = list(_tensors((*args, *kwargs.values())))
     operands = _operands(args) if func in _INDEXED and isinstance(args[0], VirtualTensor) else tensors
     target = wanted if wanted is not None else _common_device(func, operands)
-    inner_args = _mapped(inside, tuple(args))
-    inner_kwargs = {name: _mapped(inside, value) for name, value in kwargs.items()}
+    inner_args = _map(inside, tuple(args))
+    inner_kwargs = {name: _map(inside, value) for name, value in kwargs.items()}
     result = func(*inner_args, **inner_kwargs)
     for observe in observers:
         observe(func, inner_args, inner_kwargs, result)
     if func in _HOST_RESULTS:
-        return _wrapped(result[0], target), result[1]
+        return _wrap(result[0], target), result[1]
     # If an operation returns one of its arguments (in-place, out=), the result is that argument, not a new tensor.
     arguments = {id(value): value for value in tensors}
     _keep_shapes(func, arguments.values())
     arguments |= {id(value._inner): value for value in tensors if isinstance(value, VirtualTensor)}
-    return _mapped(lambda t: arguments[id(t)] if id(t) in arguments else _wrapped(t, target), result)
+    return _map(lambda t: arguments[id(t)] if id(t) in arguments else _wrap(t, target), result)
 
 
 def move(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -335,12 +335,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) is list:
-        return [_mapped(function, item) for item in value]
-    return tuple([_mapped(function, item) for item in value]) if type(value) is tuple else value
+        return [_map(function, item) for item in value]
+    return tuple([_map(function, item) for item in value]) if type(value) is tuple else value
 
 
 def _keep_shapes(func: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
@@ -367,7 +367,7 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], Any]:
 _NO_FORM = (torch.Size(), (), 0)
 
 
-def _wrapped(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _wrap(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cpu" or device.index is None or isinstance(tensor, VirtualTensor):
         return tensor
     if torch.is_inference_mode_enabled():  # PyTorch wants views of ordinary tensors to stay ordinary
@@ -391,7 +391,7 @@ def _common_device(func: Any, tensors: Sequence[torch.Tensor]) -> torch.device:
         on_host = [tensor for tensor in on_host if tensor.is_floating_point() or tensor is tensors[0]]
     host = bool(on_host)
     if len(virtual) > 1 or host:
-        names = [str(shown(device)) for device in virtual] + (["cpu"] if host else [])
+        names = [str(shown_device(device)) for device in virtual] + (["cpu"] if host else [])
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(names[:2])}!"
         )

@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from manyhands import tree
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadBatch
 
 Batch = Any
@@ -81,7 +81,7 @@ def check_asked(batch: Batch, asked: int) -> None:
     shapes = [tuple(tensor.shape) for tensor in tensors_in(batch) if tensor.dim()]
     if shapes and not any(asked in shape[:2] for shape in shapes):
         raise BadBatch(
-            f"the trainer asked for {counted(asked, 'sample')}, and the collate function made tensors of the shapes "
+            f"the trainer asked for {count_of(asked, 'sample')}, and the collate function made tensors of the shapes "
             f"{', '.join(map(str, shapes))}: to divide a batch over devices or into micro-batches, the trainer must "
             "see how many samples are in each part. Put all samples in, one row each, and leave samples out in the "
             "dataset, not in the collate function"
@@ -123,7 +123,7 @@ def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
 def _cut_rows(part: Any, size: int, where: slice | list[int]) -> Any:
     if part.ndim and part.shape[0] != size:
         raise BadBatch(
-            f"the batch has {counted(size, 'sample')}, and one of its tensors has the shape {tuple(part.shape)}: to "
+            f"the batch has {count_of(size, 'sample')}, and one of its tensors has the shape {tuple(part.shape)}: to "
             f"be cut into shards, every tensor must be batch-first, with one row per sample. Or {_DATASET}"
         )
     return part[where] if part.ndim else part

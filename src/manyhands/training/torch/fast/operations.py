@@ -97,7 +97,7 @@ def _of_product(args: tuple[Any, ...]) -> str | None:
     if not _is_straight(node, weight):
         return None
     try:
-        source, weight_saved = compat.saved(node, saved), compat.saved(node, "mat2")
+        source, weight_saved = compat.saved_tensor(node, saved), compat.saved_tensor(node, "mat2")
     except RuntimeError:  # saved by hooks (checkpointing), which allow one read
         return None
     memories = {memory_id(argument) for argument in args}

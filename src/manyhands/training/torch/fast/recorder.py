@@ -19,7 +19,7 @@ import torch
 
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import new_stream, reserve_workspaces
-from manyhands.backends.torch.run.streams import capturing
+from manyhands.backends.torch.run.streams import capture_graph
 from manyhands.training.torch.ranks.gradient_sum import Signal
 
 Replay = Callable[[], object]
@@ -83,7 +83,7 @@ class CudaRecorder:
         reserve_workspaces([self._stream], self._device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
-            with capturing(graph, self._device, stream=self._stream, pool=self._pool):
+            with capture_graph(graph, self._device, stream=self._stream, pool=self._pool):
                 work()
             instantiate(graph, self._device)
         except Exception as error:

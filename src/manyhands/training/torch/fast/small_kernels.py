@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode
 from manyhands.training.torch.fast.extension import Extension
@@ -93,7 +93,7 @@ class SmallKernels(Extension, TorchDispatchMode):
 
     def explain(self, *_: Any) -> str | None:
         kinds = {"cast of weights": self._casts, "count of batches": self._counts}
-        done = [counted(count, kind, kind.replace(" of", "s of", 1)) for kind, count in kinds.items() if count]
+        done = [count_of(count, kind, kind.replace(" of", "s of", 1)) for kind, count in kinds.items() if count]
         return f"in one kernel each: {', '.join(done)}" if done else None
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.training import refusals
 from manyhands.training.data.roles import LABELS
@@ -137,7 +137,9 @@ def _correct_dtype(case: _Case) -> str | None:
 def _of_batches(case: _Case) -> Iterator[Correction]:
     entries: Any = case.job.train.dataset if isinstance(case.job.train, Samples) else None
     if isinstance(entries, (list, tuple)) and isinstance(entries[0], (list, tuple)):
-        words = f"the data are a list of {counted(len(entries), 'batch', 'batches')}, and each entry of a list is taken"
+        words = (
+            f"the data are a list of {count_of(len(entries), 'batch', 'batches')}, and each entry of a list is taken"
+        )
         words += " for one sample: give the loader itself, or the arrays (X, y)"
         yield words, lambda *tried: (*entries[0], tried[-1])
     parameters = inspect.signature(case.job.model.forward).parameters.values()
@@ -145,7 +147,7 @@ def _of_batches(case: _Case) -> Iterator[Correction]:
     if takes < len(case.batch) - 1:
         yield (
             f"a batch has {len(case.batch)} parts, and the model's forward takes "
-            f"{counted(takes, 'input')}: the last part is the target, all others are inputs. To weigh samples, give "
+            f"{count_of(takes, 'input')}: the last part is the target, all others are inputs. To weigh samples, give "
             "the model a training_step(batch) that returns mh.LossSum((weight * losses).sum(), weight.sum())",
             lambda *tried: (*tried[: takes + 1], tried[-1]),
         )
@@ -237,12 +239,12 @@ def _layer(case: _Case, error: Exception) -> str | None:
     which = f"the layer {name!r}, {layer}," if name else f"{layer}"
     gets = "the samples have" if isinstance(seen[0], (tuple, list)) and X is seen[0][0] else "it gets"
     if isinstance(layer, torch.nn.Linear) and shape[-1] != layer.in_features:
-        takes = f"{which} takes {counted(layer.in_features, 'number')} per sample, and {gets} {shape[-1]:,}"
+        takes = f"{which} takes {count_of(layer.in_features, 'number')} per sample, and {gets} {shape[-1]:,}"
         if X[0].numel() == layer.in_features:
             return f"{takes} on their last axis (shape {shape}): put torch.nn.Flatten() before it, or give X.flatten(1)"
         return f"{takes} (shape {shape}): make it {kind}({shape[-1]}, {layer.out_features}), or give it other samples"
     if isinstance(layer, compat.Convolution) and X.dim() == layer.weight.dim() and shape[1] != layer.in_channels:
-        takes = f"{which} takes {counted(layer.in_channels, 'channel')}, and {gets} {shape[1]} (shape {shape})"
+        takes = f"{which} takes {count_of(layer.in_channels, 'channel')}, and {gets} {shape[1]} (shape {shape})"
         return f"{takes}: make it {kind}({shape[1]}, {layer.out_channels}, ...), or give it other samples"
     if isinstance(layer, torch.nn.Embedding) and not X.is_floating_point():
         entries, low, high = layer.num_embeddings, int(X.min()), int(X.max())

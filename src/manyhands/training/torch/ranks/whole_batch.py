@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadSettings
 from manyhands.training.torch.data.batches import map_tensors
 from manyhands.training.torch.step.part import Part, Turn
@@ -89,7 +89,7 @@ def _gather_some(tensors: Any, have_rows: Sequence[bool]) -> Any:
 def check_rows(tensor: torch.Tensor, size: int) -> None:
     if not tensor.dim() or len(tensor) != size:
         raise BadSettings(
-            f"mh.whole_batch got a tensor of shape {tuple(tensor.shape)} on a device with {counted(size, 'sample')}: "
+            f"mh.whole_batch got a tensor of shape {tuple(tensor.shape)} on a device with {count_of(size, 'sample')}: "
             "give one row for each sample of the device, each tensor in a call of its own"
         )
 

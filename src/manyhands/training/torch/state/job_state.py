@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import WrongCheckpoint, type_in_words
 
 _RUN_OPTIONS = ("lr", "capturable", "fused", "foreach")  # what the fast step or a schedule may change
@@ -181,7 +181,7 @@ def restore_optimizer(
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
         raise WrongCheckpoint(
-            f"the optimizer's state is of {counted(max(state) + 1, 'parameter')}, the model has {known}. "
+            f"the optimizer's state is of {count_of(max(state) + 1, 'parameter')}, the model has {known}. "
             "Give the model and the optimizer that the run had, or start a new run"
         )
     own_groups = optimizer.state_dict()["param_groups"]

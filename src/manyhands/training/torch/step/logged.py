@@ -91,7 +91,7 @@ def loss_of_pass() -> torch.Tensor | None:
 @contextlib.contextmanager
 def attach(model: torch.nn.Module) -> Iterator[None]:
     """Within it the model has ``log`` and ``log_dict``, unless its class has its own, other than Lightning's."""
-    attributes = vars(compat.uncompiled(model))  # of a compiled model those of the model itself
+    attributes = vars(compat.without_compile(model))  # of a compiled model those of the model itself
     methods = {name: method for name, method in zip(_METHODS, (log, log_dict), strict=True) if _is_free(model, name)}
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.errors import BadSettings
 from manyhands.training.torch.step.part import Part, Turn
@@ -97,7 +97,7 @@ class LossScale(Part):
             self._in_row.fill_(saved.get("in_row", 0))
 
     def close(self) -> str:
-        skipped = counted(int(self._skipped), "step")
+        skipped = count_of(int(self._skipped), "step")
         return (
             f"fp16: the loss scale is {float(self.scale):g}; {skipped} skipped because gradients were too large for it"
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.errors import BadSettings
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors
@@ -147,7 +147,7 @@ class OwnUpdates(TrainingStep):
             self._sample = self._first_sample()
         if self._sample is None:
             raise BadSettings(
-                f"the first batch has {counted(whole, 'sample')}, and a rank has none of them: training_step(batch, "
+                f"the first batch has {count_of(whole, 'sample')}, and a rank has none of them: training_step(batch, "
                 "optimizers) needs a sample on every device. Give larger batches, or fewer devices"
             )
         return self._sample

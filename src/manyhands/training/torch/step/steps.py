@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.torch.data.batches import Shard
@@ -156,8 +156,8 @@ class RankSteps:
         source = "" if self._has_resident_data else ", batches from the loader"
         if not captured.in_segments:
             return f"one CUDA graph{kernels}{source}"
-        parts = f" for each of {counted(accumulate, 'micro-batch', 'micro-batches')}" if accumulate > 1 else ""
-        sums = f", gradients summed over {counted(rank.size, 'device')} in between" if rank.size > 1 else ""
+        parts = f" for each of {count_of(accumulate, 'micro-batch', 'micro-batches')}" if accumulate > 1 else ""
+        sums = f", gradients summed over {count_of(rank.size, 'device')} in between" if rank.size > 1 else ""
         return f"CUDA graphs of its passes{parts} and of its update{sums}{kernels}{source}"
 
     def _end_capture(self, reason: str) -> None:

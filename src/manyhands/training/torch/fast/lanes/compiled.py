@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
@@ -127,7 +127,7 @@ class CompiledLanes:
             raise UnsafeSchedule(_UNREAD)
         if lost:
             raise UnsafeSchedule(
-                f"the compiler gave {len(lost)} of {counted(len(read), 'input')} of side lanes as copies that it may "
+                f"the compiler gave {len(lost)} of {count_of(len(read), 'input')} of side lanes as copies that it may "
                 "use again while they are read"
             )
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, tree_leaves
 from manyhands.backends.torch.run.own_streams import own_streams
@@ -367,13 +367,13 @@ class StepLanes:
             return ["  nothing runs on side lanes: no gradient goes straight to a parameter"]
         schedule = lanes.schedule
         counts = (
-            f"{counted(len(schedule.graph), 'task')} on {counted(len(schedule.lanes), 'lane')}, "
-            f"{counted(schedule.wait_count(), 'wait')}"
+            f"{count_of(len(schedule.graph), 'task')} on {count_of(len(schedule.lanes), 'lane')}, "
+            f"{count_of(schedule.wait_count(), 'wait')}"
         )
         lines = [f"  backward: {counts}, all checked"]
         for number, (lane, tasks) in enumerate(zip(schedule.lanes, schedule.per_lane(), strict=True)):
             names = Counter(schedule.graph.tasks[task].name for task in tasks)
             most = ", ".join(f"{count} {name}" for name, count in names.most_common(4))
-            lines.append(f"    {lane} ({'side' if number else 'main'}): {counted(len(tasks), 'task')} ({most})")
+            lines.append(f"    {lane} ({'side' if number else 'main'}): {count_of(len(tasks), 'task')} ({most})")
         lines.append("  in parallel with the backward pass:")
         return lines + [f"    {count} x {kind}" for kind, count in Counter(lanes.moved).items()]

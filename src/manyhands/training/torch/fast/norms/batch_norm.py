@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.norms.pending import (
@@ -282,7 +282,7 @@ class FusedBatchNorms(DeferringMode):
     def explain(self) -> str:
         """Which operations were fused, in words."""
         rest = dict(self.counts)
-        norms = counted(rest.pop("batch normalisations", 0), "batch normalisation")
+        norms = count_of(rest.pop("batch normalisations", 0), "batch normalisation")
         return "fused: " + ", ".join([norms, *(f"{count} {kind}" for kind, count in rest.items())])
 
 

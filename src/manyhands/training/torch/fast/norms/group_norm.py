@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from manyhands.amounts import counted
+from manyhands.amounts import count_of
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import group_norm as kernels
 from manyhands.training.torch.fast.norms.pending import DeferringMode, Note
@@ -250,7 +250,7 @@ class FusedGroupNorms(DeferringMode):
     def explain(self) -> str:
         """Which operations were fused, in words."""
         rest = dict(self.counts)
-        norms = counted(rest.pop("group normalisations", 0), "group normalisation")
+        norms = count_of(rest.pop("group normalisations", 0), "group normalisation")
         return "fused: " + ", ".join([norms, *(f"{count} {kind}" for kind, count in rest.items())])
 
 
