@@ -225,8 +225,8 @@ def test_a_runtime_of_its_own_says_who_schedules(mh: Any, native: Any, tmp_path:
         lambda: fast.timeline(trace, simulated=False),
         lambda: fast.forecast(2),
         lambda: fast.planned,
-        fast.measured,
-        fast.simulated,
+        fast.measure,
+        fast.simulate,
     ]
     for question in questions:
         with pytest.raises(EngineError, match=f"own runtime schedules .*{profiler}"):
@@ -234,8 +234,8 @@ def test_a_runtime_of_its_own_says_who_schedules(mh: Any, native: Any, tmp_path:
     assert not [*tmp_path.iterdir()]
 
 
-def test_every_door_has_the_same_interface(mh: Any, native: Any) -> None:
-    methods = {"draw", "explain", "forecast", "function", "measured", "planned", "simulated", "timeline"}
+def test_every_framework_has_the_same_interface(mh: Any, native: Any) -> None:
+    methods = {"draw", "explain", "forecast", "function", "measure", "planned", "simulate", "timeline"}
     fast = mh.parallel(lambda x: x * 2.0)
     assert methods <= set(dir(fast))
     own = ["dynamic"] if native.backend.CAPABILITIES.plans_lanes else []  # PyTorch's

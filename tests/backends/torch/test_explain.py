@@ -218,7 +218,7 @@ def test_lanes_take_more_memory_and_too_much_is_not_tried(monkeypatch: pytest.Mo
     xs = [torch.ones(1000) for _ in range(4)]
     assert peaks(chains, 4, *xs) > 1.3 * peaks(chains, 1, *xs)
     monkeypatch.setattr(
-        planner.candidates, "candidates", lambda trials: [Candidate(FOUR, four(trials.measure), trials.trace, 4)]
+        planner.candidates, "candidates", lambda trials: [Candidate(FOUR, four(trials.measured), trials.trace, 4)]
     )
     monkeypatch.setattr(planning, "device_memory", lambda device: 0)
     fast = Parallel(chains)

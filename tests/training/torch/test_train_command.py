@@ -29,8 +29,8 @@ def test_a_resumed_run_is_the_job_that_it_was(tmp_path: Path, capsys: pytest.Cap
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     capsys.readouterr()
     refused = [
-        (["--resume", str(run), "--seed", "9"], "a job with --seed 0, this one has 9"),
-        (["--resume", str(run), "--batch-size", "64"], "a job with --batch-size 128, this one has 64"),
+        (["--resume", str(run), "--seed", "9"], "a job with --seed 0, this one has --seed 9"),
+        (["--resume", str(run), "--batch-size", "64"], "a job with --batch-size 128, this one has --batch-size 64"),
         (["--resume", str(run), "--model", "lenet"], "was started with --model mlp"),
         (["--resume", str(run), "--framework", "jax"], "manyhands convert makes a run for another"),
         (["--resume", str(run), "--run", str(tmp_path)], "a run continues in its own folder"),

@@ -118,6 +118,6 @@ class Listed(Scratch):
 
 
 @pytest.mark.parametrize("kind", [Scratch, Listed])
-def test_weights_that_are_plain_tensors_are_named(kind):
-    with pytest.raises(mh.errors.BadSettings, match=r"its tensors w, b .* self\.w = torch\.nn\.Parameter"):
+def test_weights_that_are_plain_tensors_are_refused(kind):
+    with pytest.raises(mh.errors.BadSettings, match=r"make weights of your own torch\.nn\.Parameter"):
         mh.Trainer(max_epochs=1).fit(kind(), (X, Y))
