@@ -15,6 +15,7 @@ from manyhands.book.torch import Benchmark
 from manyhands.errors import UndeclaredWrite
 from manyhands.schedule.simulate import simulate
 
+torch.set_num_threads(1)  # a core for each device
 with mh.virtual_devices(2):
     X, Y = (torch.rand(400, 400, device=device) for device in mh.try_all_gpus())
 
@@ -22,6 +23,8 @@ with mh.virtual_devices(2):
         return [x.mm(x) for _ in range(50)]
 
     run(X), run(Y)  # warm-up
+    with mh.parallel():
+        mh.task(run)(X)
     with Benchmark("one after the other"):
         run(X)
         mh.waitall()
@@ -31,8 +34,8 @@ with mh.virtual_devices(2):
         mh.task(run)(Y)
 
 # %% [markdown]
-# `Benchmark` waits for all devices before it looks at the clock. On two GPUs the second takes half as long; two virtual
-# devices share their cores, and gain what these have left. `manyhands lab run how-linear` measures it with care: alternating
+# `Benchmark` waits for all devices before it looks at the clock. On two GPUs the second takes half as long. Two virtual
+# devices take half as long, too, where each of them has a core for itself. `manyhands lab run how-linear` measures it with care: alternating
 # rounds, medians, and no figure where the machine is busy.
 #
 # ## Found in plain code

@@ -67,7 +67,13 @@ for part, size in memory.as_dict().items():
 # manyhands lab
 
 # %% [markdown]
-# `manyhands lab run how-linear` runs one, `manyhands lab run all --quick` all of them in some minutes. Results are checked before times are
-# believed, and everything is put into one page, `lab-report.html`. Virtual devices are marked as such.
+# One experiment takes some seconds, `manyhands lab run all --quick` runs all of them in some minutes.
+
+# %% [bash]
+# manyhands lab run all-busy --quick --html lab-report.html 2>&1 | tail -n 9
+
+# %% [markdown]
+# Results are checked before times are believed. [The report](../../docs/reports/lab-report.html) has the tables, the plots and the
+# machine. Virtual devices are marked as such.
 #
 # Next: [moving between frameworks](frameworks.ipynb).
