@@ -32,7 +32,7 @@ def run_page(framework: str) -> Iterator[Run]:
 
         yield run
         return
-    pipe = subprocess.PIPE
+    pipe, environment = subprocess.PIPE, {**environment, "OMP_NUM_THREADS": "1"}  # two suites share the cores
     with subprocess.Popen([sys.executable, SCRIPT], stdin=pipe, stdout=pipe, text=True, env=environment) as server:
         assert server.stdin is not None
         assert server.stdout is not None
