@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from training_cases import Rows, difference, fit, mlp, same
 
 from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints
+from manyhands.training.torch.data.feed import ahead
 from manyhands.training.torch.data.sources import Samples, source
 from manyhands.training.torch.state.randomness import DrawnSamples
 
@@ -61,6 +64,18 @@ def test_resumed_within_an_epoch_to_the_bit(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "whole", killed)
         store.drop_after(killed / "checkpoints", step)
         assert same(whole, train(run=killed, resume="auto", **options)[0])
+
+
+def test_workers_that_the_reading_thread_forks_end_well() -> None:
+    """An exit code of 1 would end the job once PyTorch listens, after a loader was iterated in the main thread."""
+
+    def exit_codes() -> Iterator[int | None]:
+        process = multiprocessing.get_context("fork").Process(target=int)
+        process.start()
+        process.join()
+        yield process.exitcode
+
+    assert list(ahead(exit_codes())) == [0]
 
 
 def test_the_same_samples_on_any_number_of_workers_and_devices() -> None:

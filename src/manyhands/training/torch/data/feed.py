@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.thread import _threads_queues
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +155,11 @@ def stream_shards(batches: Iterable[tuple[Window, Batch]], division: Division) -
 
     # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
     return on_device(ahead(parts(), world.device), world.device) if world.device.type != "cpu" else parts()
+
+
+# The thread of ``ahead`` forks a loader's workers. When a fork ends, concurrent.futures would join this very thread: an
+# error, with which the worker ends, and for which PyTorch ends the job.
+os.register_at_fork(after_in_child=_threads_queues.clear)  # type: ignore[attr-defined]
 
 
 def ahead(values: Iterable[Any], device: torch.device = _HOST) -> Iterator[Any]:
