@@ -227,9 +227,10 @@ class Stream:
 
     def _epoch(self) -> Iterator[Any]:
         """The loader's batches. Persistent workers get their seed once; each later epoch draws it, too, to be alike."""
-        if getattr(self.loader, compat.PERSISTENT_ITERATOR, None) is not None:
-            torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
-        yield from self.loader
+        loader = self.loader
+        if isinstance(loader, DataLoader) and getattr(loader, compat.PERSISTENT_ITERATOR) is not None:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        yield from loader
 
 
 Source = Arrays | Samples | Stream

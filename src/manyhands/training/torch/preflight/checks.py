@@ -34,11 +34,9 @@ from manyhands.training.torch.state.module_state import evaluation_mode
 from manyhands.training.torch.step.known_means import IGNORED, function_and_options, is_mean_of_classes
 from manyhands.training.torch.step.logged import LIGHTNING
 
-_HOOKS = (
-    *(f"on_{part}_{moment}" for part in ("fit", "train", "train_epoch", "train_batch") for moment in ("start", "end")),
-    *(f"on_validation{part}_{moment}" for part in ("", "_epoch", "_batch") for moment in ("start", "end")),
-    *("on_before_optimizer_step", "on_after_backward", "optimizer_step", "configure_gradient_clipping"),
-    *("lr_scheduler_step", "on_save_checkpoint", "on_load_checkpoint"),
+_HOOKS = (  # how Lightning's begin
+    *("on_fit_", "on_train_", "on_validation_", "on_before_", "on_after_", "on_save_checkpoint", "on_load_checkpoint"),
+    *("optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"),
 )
 _FEW = 2  # normalisation over a batch wants more than one
 _CLOSE = 1e-2  # to 1: the sum of a sample's probabilities, in any precision
@@ -70,7 +68,7 @@ def check_hooks(model: torch.nn.Module) -> None:
     if getattr(model, "automatic_optimization", True) is False:
         raise BadSettings(f"{type(model).__name__} has automatic_optimization=False: {SEVERAL}")
     own = [kind for kind in type(model).__mro__ if not kind.__module__.startswith(("torch.", *LIGHTNING))]
-    if found := [name for name in _HOOKS if any(name in vars(kind) for kind in own)]:
+    if found := [name for kind in own for name in vars(kind) if name.startswith(_HOOKS)]:
         warnings.warn(
             f"{type(model).__name__}.{', '.join(found)}: the trainer calls no hooks of a model. A callback has the "
             "same moments: on_epoch_end, on_evaluation, on_model and others of mh.Callback",
