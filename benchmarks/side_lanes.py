@@ -83,7 +83,7 @@ class Problem:
             with around if around is not None else nullcontext():
                 loss.backward()
         if self.redundant is not None:
-            self.redundant.settle()
+            self.redundant.shift_means()
 
     def leave_out(self) -> str:
         """Leave redundant biases out from now on."""

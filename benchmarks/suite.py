@@ -85,7 +85,6 @@ def ready(way: str, program: Any, device: Any, dtype: Any) -> tuple[Callable[[],
     if way in OURS:
         whole = program.trains  # a training step is one graph only if it is traced whole
         fast = mh.parallel(running.call, pure=whole, compile=way == "manyhands compile")
-        fast.shows_progress = False
         return lambda: fast(*arguments), running, fast
     return lambda: running.call(*arguments), running, None
 

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from manyhands.backends.torch.addresses import reach, span_of
 from torch.fx import Interpreter, Node
 
 from exact.exactness import CannotBeExact, Distance, Verdict, judge
@@ -32,7 +31,7 @@ from exact.float64_attention import attention, is_attention
 from manyhands.addresses import join
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture.trace import HIDDEN_VIEWS, Trace
-from manyhands.backends.torch.compat import tree_leaves, tree_map
+from manyhands.backends.torch.compat import reach, span_of, tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _WIDE = {True: torch.complex128, False: torch.float64}  # by whether the dtype is complex
