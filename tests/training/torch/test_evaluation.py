@@ -288,6 +288,42 @@ def test_a_step_of_the_models_own_is_evaluated_with_metrics() -> None:
     assert values["mse"] == pytest.approx(values["loss"], rel=1e-5)
 
 
+class Ranks(torch.nn.Module):
+    """As in Lightning: ``predict_step`` says what a prediction is; it gets the whole batch and its number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        inputs, labels = batch
+        best = self.layer(inputs).argmax(1)
+        return {"best": best, "right": best == labels, "batch": torch.full_like(best, batch_idx)}
+
+
+def test_predict_calls_a_predict_step_of_the_models_own() -> None:
+    model, data = Ranks(), DataLoader(TensorDataset(X, Y), batch_size=100)
+    best = model.layer(X).argmax(1)
+    for devices in ("cpu", "cpu:2"):
+        outputs = quiet(devices=devices).predict(model, data)
+        assert torch.equal(outputs["best"], best)
+        assert torch.equal(outputs["right"], best == Y)
+        assert outputs["batch"][[0, -1]].tolist() == [0, 1], "of one batch of the trainer, 512 samples"
+
+
+def test_lightnings_own_predict_step_is_the_forward_pass() -> None:
+    class Base(torch.nn.Linear):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("of the package")
+
+    Base.predict_step.__module__ = "lightning.pytorch.core.module"
+    model = Base(4, 2)
+    torch.testing.assert_close(quiet().predict(model, (X, Y)), model(X).detach())
+
+
 def test_torchmetrics_of_several_values() -> None:
     both = torchmetrics.MetricCollection(
         {"precision": torchmetrics.Precision("binary"), "recall": torchmetrics.Recall("binary")}
@@ -310,5 +346,7 @@ def test_what_cannot_be_predicted() -> None:
         quiet().predict(Mean(4, 1), X)
     with pytest.raises(BadSettings, match="layers without weights yet"):
         quiet().predict(torch.nn.LazyLinear(2), X)
+    with pytest.raises(BadBatch, match=r"with a str \(output\['name'\]\[0\]\)"):
+        quiet().predict(Both(lambda scores, first: {"scores": scores, "name": ["a"] * len(scores)}), X)
     with pytest.raises(BadSettings, match=r"cannot be trained: give a torch\.nn\.Module"):
         quiet().predict(3, X)

@@ -55,6 +55,9 @@ class Evaluating(abc.ABC):
         does not change, as in :meth:`evaluate`. Under a launcher (torchrun) every process calls it with the same data;
         the first gets the outputs, the others None.
 
+        In PyTorch a model's own ``predict_step(batch)``, or ``predict_step(batch, batch_idx)``, is called instead of
+        ``forward`` if it has one. It gets whole batches, labels included, and returns one row per sample.
+
         Args:
             model: As for ``fit``.
             data: One of these; samples come in the order of the data set, also from a loader that shuffles.

@@ -49,11 +49,12 @@ from manyhands.training.torch.data.batches import Batch, Shard, map_tensors
 from manyhands.training.torch.data.feed import Division
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.job import HALVES, Job, NumberFormat, placement_preserved
-from manyhands.training.torch.objective import Objective, mixes_samples, place, widen
+from manyhands.training.torch.objective import Objective, mixes_samples, place, takes_number, widen
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.state.module_state import evaluation_mode
 from manyhands.training.torch.step import logged, steps
+from manyhands.training.torch.step.logged import LIGHTNING
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.workers import job_bytes
 
@@ -143,22 +144,26 @@ class Evaluation:
 
     @torch.no_grad()
     def predict(self, inputs: ModelInputs | None, alive: Callable[[], None], take: Take) -> None:
-        """The model's outputs for all samples; targets in the data are not used."""
+        """The model's outputs for all samples, or what its ``predict_step`` returns."""
         self._inputs = inputs
         outputs = _Outputs(self.world, take)
         with evaluation_mode(self.model):
-            for shard in self._shards():
+            for number, shard in enumerate(self._shards()):
                 if shard is None:
                     outputs.add(None)
                     continue
-                outputs.add((self._forward["predict"](shard.whole, shard.size), None), shard.size)
+                outputs.add((self._forward["predict"]((shard.whole, number), shard.size), None), shard.size)
                 alive()
         outputs.finish()
 
-    def _predict(self, batch: Batch, size: int) -> Any:
+    def _predict(self, numbered: tuple[Batch, int], size: int) -> Any:
+        batch, number = numbered
         batch = self.number_format.cast(batch)
+        step = own_predict_step(self.model)
         with self.number_format.scope(self.world.device):
-            return self._round(predict(self.model, batch, self._inputs))
+            if step is None:
+                return self._round(predict(self.model, batch, self._inputs))
+            return self._round(step(batch, number) if takes_number(step) else step(batch))
 
     def _shards(self, *, whole: bool = False, by_name: bool = False) -> Iterator[Shard | None]:
         """This rank's shard of every batch, in the order of the data; or its turn of the ``whole`` batches.
@@ -283,9 +288,9 @@ def _with_rows(output: Any) -> Any:
 
 
 def _is_of_batch(part: Any) -> bool:
-    """Whether it has no rows: a single number, or an object that is no array."""
+    """Whether it has no rows: a single number, or an object that is no array. Texts may belong to samples."""
     leaves, _ = tree.flatten(part)
-    return bool(leaves) and not any(getattr(leaf, "shape", ()) for leaf in leaves)
+    return bool(leaves) and not any(isinstance(leaf, str) or getattr(leaf, "shape", ()) for leaf in leaves)
 
 
 # Batches
@@ -302,6 +307,12 @@ def predict(model: torch.nn.Module, batch: Batch, inputs: ModelInputs | None = N
     if not isinstance(batch, (tuple, list)):
         return model(batch)
     return model(*batch[: _inputs(model, batch) if inputs is None else inputs.count(len(batch))])
+
+
+def own_predict_step(model: torch.nn.Module) -> Callable[..., Any] | None:
+    """The model's ``predict_step``; None without one of its own: Lightning's base class has one that calls forward."""
+    step: Any = getattr(model, "predict_step", None)
+    return None if step is None or step.__module__.startswith(LIGHTNING) else step
 
 
 def target_of(model: torch.nn.Module, batch: Batch) -> Any:

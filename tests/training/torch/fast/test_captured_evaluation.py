@@ -59,3 +59,15 @@ def test_metrics_and_predictions() -> None:
         assert trainer.evaluate(model, (X, y)) == pytest.approx(measured, abs=1e-10)
         assert torch.equal(trainer.predict(model, X), predicted)
     assert captured.replays > 10
+
+
+class Numbered(torch.nn.Linear):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0].float()) + batch_idx
+
+
+def test_a_predict_step_that_reads_the_number_of_its_batch() -> None:
+    model, data, trainer = Numbered(6, 2), vectors(4000), Trainer(1, batch_size=16, devices=["cpu"])
+    expected = trainer.predict(model, data)
+    with capturing():
+        assert torch.equal(trainer.predict(model, data), expected)

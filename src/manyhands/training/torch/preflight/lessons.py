@@ -34,7 +34,7 @@ from manyhands.training.data.roles import LABELS
 from manyhands.training.torch.data import dict_batches
 from manyhands.training.torch.data.batches import Batch, map_tensors, tensors_in
 from manyhands.training.torch.data.sources import Samples
-from manyhands.training.torch.evaluation import predict
+from manyhands.training.torch.evaluation import own_predict_step, predict
 from manyhands.training.torch.job import Job
 from manyhands.training.torch.objective import Objective, Supervised, place
 from manyhands.training.torch.preflight import checks
@@ -264,7 +264,7 @@ def _is_cause(again: Exception | None, error: Exception) -> bool:
 
 def of_prediction(job: Job) -> str | None:
     """What to change for a prediction: samples of a dtype or a shape that the model does not take."""
-    case = _Case(job) if job.train.rereadable else None
+    case = _Case(job) if job.train.rereadable and own_predict_step(job.model) is None else None
 
     def error(batch: Batch, call: Callable[[Any, Any], Any]) -> Exception | None:
         with torch.no_grad():
