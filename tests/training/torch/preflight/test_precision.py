@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training_cases import difference, fit, images, mlp, rows, same, vectors
+from training_cases import difference, fit, images, mlp, same, vectors
 
 from manyhands import machine
 from manyhands.book.torch import MODELS
-from manyhands.training.options import Settings, Step
-from manyhands.training.torch.data.sources import source
-from manyhands.training.torch.job import Job
-from manyhands.training.torch.learner import Rank
-from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.preflight import lessons, precision
-from manyhands.training.torch.ranks.world import World
+from manyhands.errors import BadBatch
+from manyhands.training.torch.preflight import precision
 
 AMX = ("amx_bf16", "avx512f")
 
@@ -148,39 +143,6 @@ class Laid(torch.nn.Module):
         return scores
 
 
-def rank_of(model: torch.nn.Module, **settings: Any) -> Rank:
-    X, y = vectors()
-    settings = {"max_epochs": 1, "batch_size": 8, **settings}
-    job = Job(
-        model,
-        objective_for(model, None),
-        source((X.float(), y)),
-        None,
-        Settings(**settings),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    return Rank(job, World(0, 1, torch.device("cpu")))
-
-
-@pytest.mark.usefixtures("_amx")
-@pytest.mark.parametrize("options", [{}, {"step": Step(accumulate=2)}, {"step": Step(on_nan="continue")}])
-def test_a_model_that_cannot_do_with_bfloat16_is_given_float32(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """The first step fails and is made again, with the statistics and random numbers that it began with."""
-    monkeypatch.setattr(precision, "_WIDE", 1)
-    X, y = vectors(48)
-    data = (X.float(), y)
-    expected, single = fit(Laid(), data, precision="fp32", **options)
-    weights, result = fit(Laid(), data, precision="auto", run=tmp_path / "run", **options)
-    assert same(expected, weights)
-    assert rows(single) == rows(result)
-    assert "precision fp32: the model cannot compute in bf16" in result.notes[0]
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["chosen"]["precision"] == "fp32"
-    with pytest.raises(ValueError, match="always"):
-        fit(Laid(fails=True), data, precision="auto")
-
-
 @pytest.mark.usefixtures("_amx")
 def test_no_pass_is_made_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_WIDE", 1)
@@ -193,26 +155,12 @@ def test_no_pass_is_made_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_amx")
-@pytest.mark.parametrize(
-    ("model", "settings"), [(mlp().float(), {}), (Laid(fails=True), {}), (Laid(), {"precision": "bf16"})]
-)
-def test_all_others_compute_in_bfloat16(
-    model: torch.nn.Module, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it can be computed with; where float32 would not do either; and where it was asked for."""
+def test_an_error_in_bfloat16_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where float32 would not do either, it does not."""
     monkeypatch.setattr(precision, "_WIDE", 1)
-    rank = rank_of(model, **settings)
-    rank.steps.precision.choose()
-    assert rank.number_format.autocast is torch.bfloat16
-    assert not [note for note in rank.notes if "cannot" in note]
-
-
-def test_an_error_in_bfloat16_says_what_to_give() -> None:
-    """With several ranks a first step cannot be made again."""
-    X, y = vectors()
-    model, data = Laid(), (X.float(), y)
-    job = Job(model, objective_for(model, None), source(data), None, Settings(1, 8), torch.optim.SGD)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError) as refused, torch.autocast("cpu", torch.bfloat16):
-        model(data[0][:2])
-    assert "give precision='fp32'" in str(lessons.of(job, refused.value))
-    assert lessons.of(job, ValueError("of a callback")) is None
+    X, y = vectors(48)
+    with pytest.raises(BadBatch, match="give precision='fp32'"):
+        fit(Laid(), (X.float(), y), precision="auto")
+    fit(Laid(), (X.float(), y), precision="fp32")
+    with pytest.raises(ValueError, match="always"):
+        fit(Laid(fails=True), (X.float(), y), precision="auto")

@@ -15,13 +15,12 @@ All ranks compute alike: in bfloat16 only if each of them would. A resumed job k
 ``config.json`` of the run says what was chosen, and why; a note of the result only where it is not the weights' own.
 
 Some operations refuse bfloat16: ``out[rows] = layer(x)`` with an out of float32, Fourier transforms, binary
-cross-entropy in a model's own step. On one device a first step that fails before its update is made again in float32.
-With several ranks the others would wait for its gradients: there the error says to give ``precision="fp32"``.
+cross-entropy in a model's own step. The error of such a job says to give ``precision="fp32"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,11 +28,9 @@ import torch
 
 from manyhands import machine
 from manyhands.backends.torch import compat
-from manyhands.errors import ManyhandsError
 from manyhands.training.torch.job import Job, NumberFormat
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
-from manyhands.training.torch.step.update import StepSnapshot
 
 if TYPE_CHECKING:
     from manyhands.training.torch.learner import Rank
@@ -115,62 +112,19 @@ def bf16_format(model: torch.nn.Module) -> NumberFormat:
     return NumberFormat(torch.bfloat16, channels_last=images)
 
 
-def _refusal(model: torch.nn.Module, error: Exception) -> PrecisionChoice:
-    """Float32, because of an error in bfloat16."""
-    why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return PrecisionChoice(_of_weights(model), f"the model cannot compute in bf16 ({why})")
+def set_precision(rank: Rank, half_before: bool | None) -> None:
+    """Where the user leaves it to the trainer, choose the precision of a rank's steps; a collective.
 
-
-class AutoPrecision:
-    """The precision of a rank's steps, where the user leaves it to the trainer."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._note = ""  # of the rank's notes, the one that a later one replaces
-        self._unproven = False
-        self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
-
-    def choose(self) -> None:
-        """The same on all ranks; a resumed job keeps its own."""
-        rank = self._rank
-        if rank.settings.precision != "auto":
-            return
-        choice = choose(rank.job, rank.model, rank.world, self.half_before)
-        self._report(choice, as_a_note=choice.bf16)
-        self._unproven = choice.bf16 and rank.size == 1
-        if choice.bf16:
-            wanted, number_format = bf16_format(rank.model), rank.number_format
-            number_format.autocast, number_format.channels_last = wanted.autocast, wanted.channels_last
-            if wanted.channels_last:
-                rank.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                job_state.settle(rank.optimizer)
-
-    def _report(self, choice: PrecisionChoice, *, as_a_note: bool) -> None:
-        rank, before = self._rank, self._note
-        self._note = str(choice) if as_a_note else ""
-        rank.notes = [note for note in (self._note, *rank.notes) if note and note != before]
-        rank.chosen_precision = choice.precision, choice.why
-
-    def step(self, make: Callable[[], None], begin_again: Callable[[], None]) -> None:
-        """Make a step; the first one in float32 if it fails in bfloat16, after ``begin_again()``."""
-        if not self._unproven:
-            make()
-            return
-        self._unproven = False
-        rank = self._rank
-        before, notes = StepSnapshot(rank.steps.plain), list(rank.notes)
-        try:
-            make()
-        except (ManyhandsError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if before.has_updated:
-                raise
-            before.put_back()
-            choice = _refusal(rank.model, error)
-        else:
-            return
-        rank.notes, rank.number_format.autocast = notes, None
-        begin_again()
-        make()
-        self._report(choice, as_a_note=True)
+    ``half_before``: see :func:`choose`.
+    """
+    if rank.settings.precision != "auto":
+        return
+    choice = choose(rank.job, rank.model, rank.world, half_before)
+    rank.chosen_precision = choice.precision, choice.why
+    if choice.bf16:
+        rank.notes.insert(0, str(choice))
+        wanted, number_format = bf16_format(rank.model), rank.number_format
+        number_format.autocast, number_format.channels_last = wanted.autocast, wanted.channels_last
+        if wanted.channels_last:
+            rank.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            job_state.settle(rank.optimizer)

@@ -87,7 +87,7 @@ def restore(rank: Rank, saved: Mapping[str, Any], blobs: Mapping[str, bytes], to
     rank.notes += [note for note in notes if note is not None]
     devices = rank.world.values(rank.world.device.type)
     _restore_randomness(rank, saved, blobs)
-    rank.steps.precision.half_before = saved.get("half")
+    rank.steps.half_before = saved.get("half")
     if devices == saved.get("devices", []) and rank.settings.step.shares == "measured":
         rank.feed.division.shares = saved["shares"]
     rank.metrics.restore(totals)

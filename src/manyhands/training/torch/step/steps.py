@@ -14,7 +14,7 @@ from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import Cursor, Window
 from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.sources import Arrays
-from manyhands.training.torch.preflight.precision import AutoPrecision
+from manyhands.training.torch.preflight import precision
 from manyhands.training.torch.step.build import build_step
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RankSteps:
         self._rank = rank
         self.plain = build_step(rank)
         self.captured: CapturedStep | None = None
-        self.precision = AutoPrecision(rank)
+        self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
         self.recorder: GraphRecorder | None = None
         self._begun = False
         self._said: str | None = None  # how the steps run, as the user has read it
@@ -77,7 +77,7 @@ class RankSteps:
             self.recorder = recorder_for(rank.world.device)
         # Trials run where the step is recorded: cuBLAS keeps memory for every stream that it has seen.
         with contextlib.nullcontext() if self.recorder is None else self.recorder.run_stream():
-            self.precision.choose()
+            precision.set_precision(rank, self.half_before)
         self._prepare_parts()
         if self.recorder is not None:
             from manyhands.training.torch.fast import build
@@ -106,27 +106,14 @@ class RankSteps:
         if is_captured:
             self._capture()
 
-    def _capture(self) -> CapturedStep:
+    def _capture(self) -> None:
         from manyhands.training.torch.fast import build
 
         assert self.recorder is not None
         self.captured = build.step_of_rank(self._rank, self.recorder)
-        return self.captured
 
-    def make(self, window: Window, batch: Shard | None, factor: float | None) -> None:
+    def make(self, window: Window, shard: Shard | None, factor: float | None) -> None:
         """Make the step of a batch; ``factor`` is that of the learning rates."""
-        is_captured = self.captured is not None
-
-        def begin_again() -> None:
-            if is_captured:
-                self._said = None
-                captured = self._capture()
-                if self._has_resident_data:
-                    captured.inputs.begin_epoch(self._rank.feed.order(window.epoch))
-
-        self.precision.step(lambda: self._make(window, batch, factor), begin_again)
-
-    def _make(self, window: Window, shard: Shard | None, factor: float | None) -> None:
         rank, number = self._rank, window.step - self._first_step
         rank.rates.set(factor)
         if self.captured is not None:
