@@ -71,11 +71,14 @@ class Optimizers:
                 f"optimizer={self.example}, which the trainer calls with lr"
             )
 
-    def configured_by(self, model: Any, lr: float | None) -> bool:
-        """Whether the model has chosen its optimizer itself."""
+    def configured_by(self, model: Any, optimizer: Any, lr: float | None) -> bool:
+        """Whether the model chooses its optimizer itself; then the trainer's options must not choose another one."""
         if not hasattr(model, "configure_optimizers") or is_default(model, "configure_optimizers"):
             return False
-        self.refuse_rate(lr, f"configure_optimizers of {type(model).__name__}")
+        source = f"configure_optimizers of {type(model).__name__}"
+        if optimizer is not None:
+            raise BadSettings(f"optimizer= and {source} both give an optimizer: leave out one of them")
+        self.refuse_rate(lr, source)
         return True
 
     def maker(self, model: Any, optimizer: Any, lr: float | None) -> tuple[Callable[..., Any], dict[str, float]]:

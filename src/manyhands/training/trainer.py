@@ -74,8 +74,9 @@ class BaseTrainer(Evaluating):
             ``keras.metrics``, ``mx.metric``). Each is computed over every sample exactly once, on any number of
             devices, and is ``val_<name>`` in the rows. Default: None, loss and (for classes) accuracy alone.
         optimizer: A name (``"adamw"``), a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``), a function that
-            takes a rate (``optax.adamw``) or a finished optimizer. Default: None, the model's own
-            (``configure_optimizers``, or what a Keras model was compiled with), else SGD.
+            takes a rate (``optax.adamw``) or a finished optimizer. A model with ``configure_optimizers`` chooses its
+            own: giving one here as well is an error. Default: None, the model's own (that, or what a Keras model was
+            compiled with), else SGD.
         schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
             ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. In PyTorch also a
             scheduler, its class, or a function from an optimizer to one: stepped after every epoch (``OneCycleLR`` and

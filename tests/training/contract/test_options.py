@@ -70,9 +70,14 @@ def test_so_has_one_that_the_model_makes(bench: Bench) -> None:
         def configure_optimizers(self) -> Any:
             return super().configure_optimizers()
 
-    trainer, model = bench.mh.Trainer(1, lr=0.3, quiet=True, **bench.on(1)), bench.with_net(Configured())
-    with pytest.raises(BadSettings, match=r"lr=0\.3 and configure_optimizers of Configured"):
-        trainer.fit(model, bench.data())
+    for options, said in (
+        ({"lr": 0.3}, r"lr=0\.3 and configure_optimizers of Configured"),
+        ({"optimizer": "sgd"}, "optimizer= and configure_optimizers of Configured both give an optimizer"),
+        ({"optimizer": bench.recipes.nesterov(0.05)}, "optimizer= and configure_optimizers of Configured both"),
+    ):
+        trainer = bench.mh.Trainer(1, quiet=True, **options, **bench.on(1))
+        with pytest.raises(BadSettings, match=said):
+            trainer.fit(bench.with_net(Configured()), bench.data())
 
 
 def test_the_books_module_leaves_its_rate_to_the_trainer(bench: Bench) -> None:

@@ -64,7 +64,7 @@ def optimizer_for(
     model: Any, optimizer: Any, lr: float | None, parameters: Any, *, scheduled: bool
 ) -> tuple[Optimizer, str]:
     """The optimizer of these parameters, and a name for it: Optax has no names, so the parts of its state make one."""
-    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
+    if OPTIMIZERS.configured_by(model, optimizer, lr):
         optimizer = model.configure_optimizers()
         check(optimizer, None)
     is_finished = isinstance(optimizer, optax.GradientTransformation)
@@ -134,7 +134,7 @@ def rate_of(model: Any, optimizer: Any, lr: float | None, transformation: Optimi
     if hasattr(jax.eval_shape(transformation.init, parameters), "hyperparams"):  # of optax.inject_hyperparams
         options = jax.jit(lambda parameters: transformation.init(parameters).hyperparams)(parameters)
         return float(options["learning_rate"]) if "learning_rate" in options else None
-    if isinstance(optimizer, optax.GradientTransformation) or OPTIMIZERS.configured_by(model, lr):
+    if isinstance(optimizer, optax.GradientTransformation) or OPTIMIZERS.configured_by(model, optimizer, lr):
         return None
     _, rate_option = OPTIMIZERS.maker(model, optimizer, lr)
     return next((float(rate) for rate in rate_option.values()), None)

@@ -66,7 +66,7 @@ def trainer_for(model: Any, optimizer: Any, lr: float | None, *, scheduled: bool
     ``optimizer``: an optimizer, its name, a function of the rate that makes one, a ``gluon.Trainer`` of some of the
     model's parameters; None is what the model's ``configure_optimizers`` says, or plain SGD. The job has a copy of it.
     """
-    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
+    if OPTIMIZERS.configured_by(model, optimizer, lr):
         optimizer = model.configure_optimizers()
     trained, scale = replicas.distinct(model), None
     if isinstance(optimizer, gluon.Trainer):

@@ -113,7 +113,7 @@ def rate_of(optimizer: Any) -> int | None:
 
 def optimizer_for(optimizer: Any, model: Any, lr: float | None) -> Any:
     """The optimizer that a user means: see :mod:`manyhands.training.optimizers`."""
-    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
+    if OPTIMIZERS.configured_by(model, optimizer, lr):
         optimizer = model.configure_optimizers()
     if optimizer is None and getattr(model, "compiled", False) and model.optimizer is not None:
         optimizer = model.optimizer

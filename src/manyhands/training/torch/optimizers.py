@@ -54,13 +54,13 @@ OPTIMIZERS = Optimizers(
 
 def optimizer_for(model: Any, optimizer: Any, lr: float | None) -> torch.optim.Optimizer | MakeOptimizer:
     """The user's optimizer, or a function from a model to one (a job makes it in its worker process)."""
+    if OPTIMIZERS.configured_by(model, optimizer, lr):
+        return _of_model
     if isinstance(optimizer, torch.optim.Optimizer):
         of_model = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in of_model for group in optimizer.param_groups for parameter in group["params"]):
             raise BadSettings("the optimizer has parameters of another model: make it with model.parameters()")
         return optimizer
-    if optimizer is None and OPTIMIZERS.configured_by(model, lr):
-        return _of_model
     return functools.partial(_of_parameters, *OPTIMIZERS.maker(model, optimizer, lr))
 
 
