@@ -43,7 +43,8 @@ def test_train_and_go_on(framework: str, tmp_path: Path, capsys: pytest.CaptureF
     assert rows[1]["samples"] == 4000
 
     assert main(["train", "--resume", str(run)]) == 0
-    assert "nothing left to train: the run ended after step 64, in epoch 2 of 2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "this run is finished, after step 64: nothing was trained. Give a larger max_epochs to train on" in said
     settings = json.loads((run / "config.json").read_text())["settings"]
     kept = (settings["precision"], settings["checkpoints"], settings["step"]["on_nan"])
     assert kept == ("fp32", {"every": 20, "keep": 2}, on_nan), "as the run was begun"

@@ -159,7 +159,7 @@ def test_a_terminal_gets_one_bar() -> None:
     for words in ("epoch 3/10", "2000/2000", "samples/s  train_loss 0.2500  train_acc 0.8750", "a [bold] line"):
         assert words in text
     assert printed == "printed by the program\n"
-    assert shown.rstrip().endswith(b"\x1b[?25h"), "the cursor is shown again"
+    assert shown.endswith(b"\x1b[?25h\r\x1b[1A\x1b[2K"), "the cursor is shown again, and the bar is gone"
 
 
 def test_a_job_without_a_whole_epoch_has_no_seconds() -> None:

@@ -145,6 +145,7 @@ def _bar(stream: TextIO) -> Bar | None:
         console=console,
         auto_refresh=False,  # no thread of its own: it is drawn when there is something new
         expand=True,
+        transient=True,  # the lines stay
         redirect_stdout=sys.stdout.isatty(),  # else what is piped to a file would land on the terminal
     )
     bar.add_task("starting", total=None, metrics="")

@@ -173,10 +173,16 @@ class Saver:
         if changed:
             self._learner.notes.append(f"resumed with {', '.join(changed)}")
         cursor, most = self._position.cursor, self._settings.max_epochs
-        epochs = f"epoch {min(cursor.epoch + 1, most)}" + (f" of {most}" if most < ENDLESS else "")
         new = f", with {', '.join(changed)}" if changed else ""
-        begins = "nothing left to train: the run ended" if is_over else "resuming"
-        self._report.note(f"{begins} after step {cursor.step}, in {epochs}{new}")
+        if is_over:
+            limit = "max_epochs" if cursor.epoch >= most else self._ending.reached
+            self._report.note(
+                f"this run is finished, after step {cursor.step}{new}: nothing was trained. Give a larger {limit} to "
+                "train on, or another run= to start anew"
+            )
+            return
+        epochs = f"epoch {cursor.epoch + 1}" + (f" of {most}" if most < ENDLESS else "")
+        self._report.note(f"resuming after step {cursor.step}, in {epochs}{new}")
 
 
 def changed_settings(before: Mapping[str, Any], settings: Settings, learner: Learner) -> list[str]:
