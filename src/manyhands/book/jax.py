@@ -23,8 +23,7 @@ from flax import nnx
 
 from manyhands import tree
 from manyhands.backends.jax import devices as _backend
-from manyhands.book import NAMES, recipes
-from manyhands.book.models import Models, Size
+from manyhands.book import NAMES, models, recipes
 from manyhands.book.recipes import Predictor, Recipes
 from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.training.checkpoints import tensors
@@ -37,61 +36,40 @@ from manyhands.training.loss.own_step import default
 # Models
 
 
-class Residual(nnx.Module):  # type: ignore[misc]
-    """Two 3x3 convolutions and a way around them: the block of a ResNet.
-
-    ``Residual(64, 128, use_1x1conv=True, strides=2, rngs=nnx.Rngs(0))`` halves the image and doubles the channels.
-    """
+class Residual(models.Residual, nnx.Module):  # type: ignore[misc]
+    __doc__ = models.Residual.__doc__
+    relu = staticmethod(nnx.relu)
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int | None = None,
-        *,
-        use_1x1conv: bool = False,
-        strides: int = 1,
-        rngs: nnx.Rngs | None = None,
+        self, *channels: int, use_1x1conv: bool = False, strides: int = 1, rngs: nnx.Rngs | None = None
     ) -> None:
-        width = out_channels or in_channels
-        rngs = nnx.Rngs(0) if rngs is None else rngs
-        self.conv1 = _convolution(in_channels, width, 3, strides, 1, rngs=rngs)
-        self.conv2 = _convolution(width, width, 3, padding=1, rngs=rngs)
-        self.conv3 = _convolution(in_channels, width, 1, strides, rngs=rngs) if use_1x1conv else None
-        self.bn1 = _normalisation(width, rngs)
-        self.bn2 = _normalisation(width, rngs)
+        drawn = {"rngs": nnx.Rngs(0) if rngs is None else rngs}
+        convolution, norm = functools.partial(_convolution, **drawn), functools.partial(_normalisation, **drawn)
+        self._build(convolution, norm, channels[0], channels[-1], use_1x1conv=use_1x1conv, strides=strides)
 
     def __call__(self, X: jax.Array) -> jax.Array:
-        Y = nnx.relu(self.bn1(self.conv1(X)))
-        Y = self.bn2(self.conv2(Y))
-        around = X if self.conv3 is None else self.conv3(X)
-        return nnx.relu(Y + around)
+        return self._output(X)
 
 
-class _ResNet(nnx.Module):  # type: ignore[misc]
-    """A chain: layers with numbers for names are its stem, the others have their names."""
+class _Chain(nnx.Module):  # type: ignore[misc]
+    """Layers under their names, one after the other."""
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
-        self.stem = nnx.Sequential(*(layer for name, layer in layers.items() if name.isdecimal()))
-        self.order = tuple(name for name in layers if not name.isdecimal())
-        for name in self.order:
-            setattr(self, name, nnx.Sequential(*layers[name]) if isinstance(layers[name], list) else layers[name])
+        self.order = tuple(layers)
+        for name, layer in layers.items():
+            setattr(self, name, _Chain(models.numbered(layer)) if isinstance(layer, list) else layer)
 
     def __call__(self, X: jax.Array) -> jax.Array:
-        X = self.stem(X)
         for name in self.order:
             X = getattr(self, name)(X)
         return X
-
-
-def _chain(layers: Mapping[str, Any], size: Size) -> nnx.Module:
-    return nnx.Sequential(*layers.values()) if all(map(str.isdecimal, layers)) else _ResNet(layers)
 
 
 def _model_function(name: str) -> Callable[..., nnx.Module]:
     def model(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
         """The model with weights drawn from ``rngs``."""
         rngs = nnx.Rngs(0) if rngs is None else rngs
-        models: Models[nnx.Module] = Models(
+        made: models.Models[nnx.Module] = models.Models(
             convolution=functools.partial(_convolution, rngs=rngs),
             linear=functools.partial(_linear, rngs=rngs),
             norm=functools.partial(_normalisation, rngs=rngs),
@@ -100,9 +78,9 @@ def _model_function(name: str) -> Callable[..., nnx.Module]:
             pool=lambda: functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2)),
             average=lambda: _average,
             flatten=lambda: flatten,
-            chain=_chain,
+            chain=lambda layers, size: _Chain(layers),
         )
-        return models.by_name()[name](num_classes, in_channels)
+        return made.by_name()[name](num_classes, in_channels)
 
     return model
 
@@ -121,19 +99,13 @@ def _average(X: jax.Array) -> jax.Array:
 
 
 def _convolution(
-    in_channels: int, out_channels: int, size: int, strides: int = 1, padding: int = 0, *, rngs: nnx.Rngs
+    inputs: int, outputs: int, size: int, strides: int = 1, padding: int = 0, *, rngs: nnx.Rngs
 ) -> nnx.Conv:
-    area = size * size
-    return nnx.Conv(
-        in_channels,
-        out_channels,
-        (size, size),
-        strides=strides,
-        # In numbers: "SAME" would pad another side than PyTorch where a stride leaves a choice.
-        padding=((padding, padding), (padding, padding)),
-        **_first_values(in_channels * area, out_channels * area),
-        rngs=rngs,
-    )
+    pads = (
+        (padding, padding),
+    ) * 2  # in numbers: "SAME" would pad another side than PyTorch where a stride leaves a choice
+    values = _first_values(inputs * size**2, outputs * size**2)
+    return nnx.Conv(inputs, outputs, (size, size), strides=strides, padding=pads, **values, rngs=rngs)
 
 
 def _linear(inputs: int, outputs: int, *, rngs: nnx.Rngs) -> nnx.Linear:
@@ -219,16 +191,15 @@ class _Recipes(Recipes):
         return json.loads(world.from_first(first_value))
 
     def model(self, name: str, seed: int) -> nnx.Module:
-        return MODELS[name](num_classes=10, rngs=nnx.Rngs(seed))
+        return MODELS[name](rngs=nnx.Rngs(seed))
 
     def nesterov(self, rate: float) -> optax.GradientTransformation:
         return optax.chain(optax.add_decayed_weights(5e-4), optax.sgd(rate, momentum=0.9, nesterov=True))
 
     def tensors(self, model: nnx.Module) -> dict[str, Any]:
         numbers = Skeleton(model).numbers(model)
-        return {
-            name: np.array(leaf) for part in ("parameters", "rest") for name, leaf in by_name(numbers[part]).items()
-        }
+        leaves = by_name(numbers["parameters"]) | by_name(numbers["rest"])
+        return {name: np.array(leaf) for name, leaf in leaves.items()}
 
     def restore(self, model: nnx.Module, weights: bytes) -> None:
         saved = tensors.arrays_for(weights, self.tensors(model), "weights of another model")
@@ -245,17 +216,10 @@ class _Recipes(Recipes):
             yield net
 
     def load_weights(self, model: Any, run: str | Path) -> Any:
-        """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
-
-        The model is in evaluation mode then. If the run averaged its weights (``mh.EMA``), these are the average. A
-        Linen module has to be bound to variables, ``module.bind(module.init(key, X[:1]))``; one that is bound to the
-        weights is returned.
-        """
+        """As in every framework; of a Linen module, bound to variables, one that is bound to the weights."""
         if not linen.is_linen(model):
             return super().load_weights(model, run)
-        wrapped = linen.with_weights(model)
-        self.restore(wrapped, recipes.weights_of(run, "jax"))
-        return linen.as_linen(wrapped, model.variables)
+        return linen.as_linen(super().load_weights(linen.with_weights(model), run), model.variables)
 
     # Accuracy
 
@@ -278,7 +242,6 @@ class _Recipes(Recipes):
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
-load_model, load_weights = BOOK.load_model, BOOK.load_weights
-accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
+load_model, load_weights, accuracy = BOOK.load_model, BOOK.load_weights, BOOK.accuracy
+evaluate_accuracy_gpu, evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpu, BOOK.evaluate_accuracy_gpus
 __all__ = ["Trainer", "load_model", "load_weights", *NAMES]

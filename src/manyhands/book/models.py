@@ -1,17 +1,18 @@
 """The models that examples and experiments train: layer by layer the same in all frameworks.
 
 A framework gives the layers, and :class:`Models` puts them together. So weights can go from one framework to another:
-their names differ in the last part (``kernel`` is ``weight``), and in some frameworks in the path before it. Where
+their names differ in the last part (``kernel`` is ``weight``), and in what stands before it. Where
 kernels have their channels last, a convolution's is (height, width, in, out) and a dense layer's (in, out); PyTorch's
 are (out, in, height, width) and (out, in), and these are the common ones. No framework has to be installed for that::
 
     torch        resnet_block2.0.conv3.weight
-    jax          resnet_block2.layers.0.conv3.kernel
+    jax          resnet_block2.0.conv3.kernel
     tensorflow   resnet_block2.0/conv3/kernel
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -23,6 +24,40 @@ from manyhands.errors import WrongCheckpoint
 
 M = TypeVar("M")  # a framework's model
 Size = tuple[int | None, int | None, int]  # height, width and channels of an image
+
+
+class Residual:
+    """Two 3x3 convolutions and a way around them: the block of a ResNet.
+
+    ``Residual(64, 128, use_1x1conv=True, strides=2)`` halves the image and doubles the channels. With one number,
+    ``Residual(128, ...)``, it is the number of channels that come out; those that come in are seen at the first call
+    (in JAX they are as many).
+    """
+
+    relu: Callable[[Any], Any]
+
+    def _build(
+        self,
+        convolution: Callable[..., Any],
+        norm: Callable[..., Any],
+        in_channels: int,
+        out_channels: int | None = None,
+        *,
+        use_1x1conv: bool = False,
+        strides: int = 1,
+    ) -> None:
+        """Make the layers; a convolution whose inputs are not known gets None for their number."""
+        width, known = out_channels or in_channels, None if out_channels is None else in_channels
+        self.conv1 = convolution(known, width, 3, strides, padding=1)
+        self.conv2 = convolution(width, width, 3, padding=1)
+        self.conv3 = convolution(known, width, 1, strides) if use_1x1conv else None
+        self.bn1, self.bn2 = norm(width), norm(width)
+
+    def _output(self, X: Any) -> Any:
+        Y = self.relu(self.bn1(self.conv1(X)))
+        Y = self.bn2(self.conv2(Y))
+        around = X if self.conv3 is None else self.conv3(X)
+        return self.relu(Y + around)
 
 
 @dataclass(frozen=True)
@@ -50,21 +85,10 @@ class Models(Generic[M]):
 
     def lenet(self, num_classes: int = 10, in_channels: int = 1) -> M:
         """LeNet-5 as one would write it today, with ReLU and max pooling: the quickest to a good accuracy on a CPU."""
-        layers = [
-            self.convolution(in_channels, 6, 5, padding=2),
-            self.relu(),
-            self.pool(),
-            self.convolution(6, 16, 5),
-            self.relu(),
-            self.pool(),
-            self.flatten(),
-            self.linear(16 * 5 * 5, 120),
-            self.relu(),
-            self.linear(120, 84),
-            self.relu(),
-            self.linear(84, num_classes),
-        ]
-        return self._numbered_chain(layers, in_channels)
+        first = [self.convolution(in_channels, 6, 5, padding=2), self.relu(), self.pool()]
+        second = [self.convolution(6, 16, 5), self.relu(), self.pool(), self.flatten()]
+        dense = [self.linear(16 * 5 * 5, 120), self.relu(), self.linear(120, 84), self.relu()]
+        return self._numbered_chain([*first, *second, *dense, self.linear(84, num_classes)], in_channels)
 
     def mlp(self, num_classes: int = 10, in_channels: int = 1) -> M:
         """One hidden layer of 256: the smallest model that learns something."""
@@ -78,7 +102,7 @@ class Models(Generic[M]):
     def _resnet(self, num_classes: int, in_channels: int, *, widths: Sequence[int], blocks: int) -> M:
         """The names of the parts are the book's, so that saved weights fit both ways."""
         stem = [self.convolution(in_channels, widths[0], 3, padding=1), self.norm(widths[0]), self.relu()]
-        layers = {str(number): layer for number, layer in enumerate(stem)}
+        layers = numbered(stem)
         for number, (before, after) in enumerate(zip((widths[0], *widths), widths, strict=False), start=1):
             changes: dict[str, Any] = {} if number == 1 else {"use_1x1conv": True, "strides": 2}
             first = self.residual(before, after, **changes)
@@ -88,7 +112,12 @@ class Models(Generic[M]):
         return self.chain(layers, (None, None, in_channels))
 
     def _numbered_chain(self, layers: Sequence[Any], in_channels: int) -> M:
-        return self.chain({str(number): layer for number, layer in enumerate(layers)}, (28, 28, in_channels))
+        return self.chain(numbered(layers), (28, 28, in_channels))
+
+
+def numbered(layers: Sequence[Any]) -> dict[str, Any]:
+    """Layers under their numbers."""
+    return {str(number): layer for number, layer in enumerate(layers)}
 
 
 # Names of weights
@@ -98,30 +127,13 @@ _COUNT = "num_batches_tracked"  # BatchNorm's, which only PyTorch has
 _PYTORCH_NORM = ("weight", "bias", "running_mean", "running_var")
 
 
-def _same_name(layer: str, model: str) -> str:
-    return layer
-
-
-def _nnx_path(layer: str, model: str) -> str:
-    """``fc.1`` is ``fc.layers.1``: a number is a layer of a Sequential. The first layers of a ResNet are a stem."""
-    path = ".".join(f"layers.{part}" if part.isdecimal() else part for part in layer.split("."))
-    return f"stem.{path}" if "resnet" in model and layer.isdecimal() else path
-
-
-def _keras_path(layer: str, model: str) -> str:
-    """A block of a ResNet has other layers in it; everywhere else the dots belong to a layer's name."""
-    block, _, inside = layer.rpartition(".")
-    return f"{block}/{inside}" if layer.startswith("resnet_block") else layer
-
-
 @dataclass(frozen=True)
 class WeightNames:
     """How a framework names and lays out the weights of a layer, and of a batch normalisation."""
 
     layer: Sequence[str] = ("weight", "bias")
     norm: Sequence[str] = _PYTORCH_NORM
-    path: Callable[[str, str], str] = _same_name  # of a layer, of PyTorch's, given the name of the model
-    separator: str = "."
+    separator: str = "."  # before the name of a part of a layer, or of a weight
     channels_last: bool = False
     counts_batches: bool = False  # BatchNorm has a number more
 
@@ -135,8 +147,7 @@ class WeightNames:
                 continue
             if kind not in kinds:
                 raise _unknown_weight(name, model)
-            layer = [part for part in path if part not in ("layers", "stem")]
-            converted[".".join([*layer, kinds[kind]])] = self._transpose(tensor, (3, 2, 0, 1))
+            converted[".".join([*path, kinds[kind]])] = self._transpose(tensor, (3, 2, 0, 1))
         return converted
 
     def from_common(self, tensors: Mapping[str, NDArray[Any]], model: str) -> Tensors:
@@ -147,8 +158,8 @@ class WeightNames:
             kinds = self.norm if f"{layer}.running_mean" in tensors else self.layer
             if kind not in _PYTORCH_NORM[: len(kinds)]:
                 raise _unknown_weight(name, model)
-            path = self.path(layer, model)
-            new_name = f"{path}{self.separator}{kinds[_PYTORCH_NORM.index(kind)]}"
+            # Numbers belong to the name of a layer: resnet_block2.0/conv3/kernel.
+            new_name = re.sub(r"\.(?=\D)", self.separator, f"{layer}.{kinds[_PYTORCH_NORM.index(kind)]}")
             converted[new_name] = self._transpose(tensor, (2, 3, 1, 0))
             if kind == "running_mean" and self.counts_batches:
                 # Only layers without a momentum read the count, and these models have none.
@@ -167,11 +178,10 @@ def _unknown_weight(name: str, model: str) -> WrongCheckpoint:
 
 WEIGHT_NAMES: Mapping[str, WeightNames] = {
     "torch": WeightNames(counts_batches=True),
-    "jax": WeightNames(("kernel", "bias"), ("scale", "bias", "mean", "var"), _nnx_path, channels_last=True),
+    "jax": WeightNames(("kernel", "bias"), ("scale", "bias", "mean", "var"), channels_last=True),
     "tensorflow": WeightNames(
         ("kernel", "bias"),
         ("gamma", "beta", "moving_mean", "moving_variance"),
-        _keras_path,
         separator="/",
         channels_last=True,
     ),

@@ -17,8 +17,8 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 from manyhands.backends.mxnet import devices as _backend
-from manyhands.book import NAMES, recipes
-from manyhands.book.models import Models, Size
+from manyhands.book import NAMES, models, recipes
+from manyhands.book.models import Size
 from manyhands.book.recipes import Predictor, Recipes
 from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.training.data.sources import Arrays, Batch
@@ -31,55 +31,37 @@ from manyhands.training.mxnet.replicas import initialise
 # Models
 
 
-class Residual(nn.HybridBlock):  # type: ignore[misc]
-    """Two 3x3 convolutions and a way around them: the block of a ResNet.
+def _convolution(inputs: int | None, outputs: int, size: int, strides: int = 1, padding: int = 0) -> Any:
+    return nn.Conv2D(outputs, size, strides, padding, in_channels=inputs or 0)
 
-    ``Residual(64, 128, use_1x1conv=True, strides=2)`` halves the image and doubles the channels. With one
-    number, ``Residual(128, ...)``, it is the number of channels that come out; those that come in are
-    seen at the first call.
-    """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int | None = None,
-        *,
-        use_1x1conv: bool = False,
-        strides: int = 1,
-        **of_block: Any,
-    ) -> None:
+def _normalisation(width: int) -> Any:
+    return nn.BatchNorm(in_channels=width)
+
+
+class Residual(models.Residual, nn.HybridBlock):  # type: ignore[misc]
+    __doc__ = models.Residual.__doc__
+
+    def __init__(self, *channels: int, use_1x1conv: bool = False, strides: int = 1, **of_block: Any) -> None:
         super().__init__(**of_block)
-        width, known = out_channels or in_channels, 0 if out_channels is None else in_channels
-        self.conv1 = nn.Conv2D(width, 3, strides, padding=1, in_channels=known)
-        self.conv2 = nn.Conv2D(width, 3, padding=1, in_channels=width)
-        self.conv3 = nn.Conv2D(width, 1, strides, in_channels=known) if use_1x1conv else None
-        self.bn1 = nn.BatchNorm(in_channels=width)
-        self.bn2 = nn.BatchNorm(in_channels=width)
+        self._build(_convolution, _normalisation, *channels, use_1x1conv=use_1x1conv, strides=strides)
         self.relu = nn.Activation("relu")  # a layer, because the function has another name in each of MXNet's modes
 
     def hybrid_forward(self, F: Any, X: Any) -> Any:
-        Y = self.relu(self.bn1(self.conv1(X)))
-        Y = self.bn2(self.conv2(Y))
-        around = X if self.conv3 is None else self.conv3(X)
-        return self.relu(Y + around)
-
-
-def _convolution(inputs: int, outputs: int, size: int, strides: int = 1, padding: int = 0) -> Any:
-    return nn.Conv2D(outputs, size, strides, padding, in_channels=inputs)
+        return self._output(X)
 
 
 def _chain(layers: Mapping[str, Any], size: Size) -> nn.HybridSequential:
     net = nn.HybridSequential()
     for name, layer in layers.items():
-        inner = {str(number): one for number, one in enumerate(layer)} if isinstance(layer, list) else None
-        net.register_child(layer if inner is None else _chain(inner, size), name)
+        net.register_child(_chain(models.numbered(layer), size) if isinstance(layer, list) else layer, name)
     return net
 
 
-_models = Models(
+_models = models.Models(
     convolution=_convolution,
     linear=lambda inputs, outputs: nn.Dense(outputs, in_units=inputs),
-    norm=lambda width: nn.BatchNorm(in_channels=width),
+    norm=_normalisation,
     residual=Residual,
     relu=functools.partial(nn.Activation, "relu"),
     pool=functools.partial(nn.MaxPool2D, 2),
@@ -151,6 +133,8 @@ class _Recipes(Recipes):
     backend = _backend
     trainer = Trainer
     batch_stats = None
+    count = staticmethod(count_right)
+    tensors = staticmethod(replicas.model_tensors)
 
     @staticmethod
     def native(leaf: Any) -> Any:
@@ -166,18 +150,11 @@ class _Recipes(Recipes):
         return make()
 
     def model(self, name: str, seed: int) -> Any:
-        return initialise(MODELS[name](num_classes=10), seed)
+        return initialise(MODELS[name](), seed)
 
     def nesterov(self, rate: float) -> Any:
-        """SGD with Nesterov's momentum and weight decay, as MXNet has it.
-
-        The rate goes into what the momentum remembers, so a rate that changes acts later than in PyTorch; weight decay
-        differs slightly, too. At a constant rate and without decay the two are the same.
-        """
+        """MXNet's momentum remembers the rate, so a change acts later than in PyTorch; decay differs slightly, too."""
         return mx.optimizer.NAG(learning_rate=rate, momentum=0.9, wd=5e-4)
-
-    def tensors(self, model: Any) -> dict[str, Any]:
-        return replicas.model_tensors(model)
 
     def restore(self, model: Any, weights: bytes) -> None:
         checks.check_values(model)
@@ -193,9 +170,6 @@ class _Recipes(Recipes):
 
     # Accuracy
 
-    def count(self, y_hat: Any, y: Any) -> Any:
-        return count_right(y_hat, y)
-
     @contextlib.contextmanager
     def predictors(self, net: Any, devices: Sequence[mx.Context | None]) -> Iterator[Sequence[Predictor]]:
         """A block answers on the device of its input, wherever it has a replica."""
@@ -206,7 +180,6 @@ class _Recipes(Recipes):
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
-load_model, load_weights = BOOK.load_model, BOOK.load_weights
-accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
+load_model, load_weights, accuracy = BOOK.load_model, BOOK.load_weights, BOOK.accuracy
+evaluate_accuracy_gpu, evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpu, BOOK.evaluate_accuracy_gpus
 __all__ = ["Trainer", "load_model", "load_weights", *NAMES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,7 +119,7 @@ class BookTrainer(HyperParameters):
         self.train_source, self.test_source = self._sources(data)  # type: ignore[attr-defined]
 
 
-class Recipes(abc.ABC):
+class Recipes:
     """What the book and the command call of one framework: ``manyhands.book.<framework>.BOOK``."""
 
     framework: ClassVar[str]
@@ -128,46 +127,33 @@ class Recipes(abc.ABC):
     trainer: ClassVar[Any]
     batch_stats: ClassVar[Literal["global"] | None] = "global"  # of a training that is compared with another one
 
-    # Implemented by each framework
+    # Each framework has its own
 
-    @abc.abstractmethod
-    def scale_images(self, batch: Any) -> Any:
-        """Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather."""
+    # Bytes of grey images to numbers from 0 to 1 with a channel axis: done on the device, after the gather.
+    scale_images: Callable[[Any], Any]
+    # One of MODELS for images of 28 by 28 and ten classes, with weights drawn by the seed.
+    model: Callable[[str, int], Any]
+    # SGD with Nesterov's momentum 0.9 and weight decay 5e-4, as Trainer(optimizer=...) takes it.
+    nesterov: Callable[[float], Any]
+    # All that a model holds by name, as NumPy's arrays; and the way back, which refuses those of another model.
+    tensors: Callable[[Any], Mapping[str, Any]]
+    restore: Callable[[Any, bytes], None]
+    # Within it the model that a function returns, for these data, with all its weights, in float64.
+    in_float64: Callable[[Callable[[], Any], Any], AbstractContextManager[Any]]
+    # The value (JSON) that a function returns in the first process of a launched job; every process gets it.
+    from_first: Callable[[Callable[[], Any]], Any]
+    # The number of right predictions, left on the device.
+    count: Callable[[Any, Any], Any]
+    # The net in evaluation mode, as a function on each of these devices; on None as it is.
+    predictors: Callable[[Any, Sequence[Any]], AbstractContextManager[Sequence[Predictor]]]
+    # An array of the user's or of NumPy as the framework's.
+    native: Callable[[Any], Any]
+    # The data of a user's script, as Trainer.fit takes them.
+    source_of: Callable[[Any], Any] = staticmethod(sources.source)
 
-    @abc.abstractmethod
-    def model(self, name: str, seed: int) -> Any:
-        """One of :data:`MODELS` for images of 28 by 28 and ten classes, with weights drawn by the seed."""
-
-    @abc.abstractmethod
-    def nesterov(self, rate: float) -> Any:
-        """SGD with Nesterov's momentum 0.9 and weight decay 5e-4, as ``Trainer(optimizer=...)`` takes it."""
-
-    @abc.abstractmethod
-    def tensors(self, model: Any) -> Mapping[str, Any]:
-        """All that a model holds by name, as NumPy's arrays."""
-
-    @abc.abstractmethod
-    def restore(self, model: Any, weights: bytes) -> None:
-        """Put weights into a model; those of another model are refused."""
-
-    @abc.abstractmethod
-    def in_float64(self, make: Callable[[], Any], data: Any) -> AbstractContextManager[Any]:
-        """Within it the model that ``make`` returns, with all its weights, in float64."""
-
-    @staticmethod
-    def native(leaf: Any) -> Any:
-        """An array of the user's or of NumPy as the framework's."""
-        return leaf
-
-    @abc.abstractmethod
-    def count(self, y_hat: Any, y: Any) -> Any:
-        """The number of right predictions, left on the device."""
-
-    @abc.abstractmethod
-    def predictors(self, net: Any, devices: Sequence[Any]) -> AbstractContextManager[Sequence[Predictor]]:
-        """The net in evaluation mode, as a function on each of these devices; on None as it is."""
-
-    # The same in each framework
+    def source(self, part: Images, batch_size: int | None, *, shuffle: bool) -> Any:
+        """A part of Fashion-MNIST, as ``Trainer.fit`` takes it."""
+        return Arrays((part.images, part.labels), self.scale_images, self.native, batch_size, shuffle)
 
     def home(self, net: Any) -> Any:
         """The device of the net; None for a plain function, and for a net that is sharded over several devices."""
@@ -176,25 +162,6 @@ class Recipes(abc.ABC):
             return next((self.backend.device_of(tensor) for _, tensor in tensors), None)
         except SeveralDevices:
             return None
-
-    @staticmethod
-    def in_evaluation_mode(model: Any) -> Any:
-        """The model in evaluation mode, where models have one."""
-        if hasattr(model, "eval"):
-            model.eval()
-        return model
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """The value (JSON) that ``make`` returns in the first process of a launched job; every process gets it."""
-        return make()
-
-    def source(self, part: Images, batch_size: int | None, *, shuffle: bool) -> Any:
-        """A part of Fashion-MNIST, as ``Trainer.fit`` takes it."""
-        return Arrays((part.images, part.labels), self.scale_images, self.native, batch_size, shuffle)
-
-    def source_of(self, data: Any) -> Any:
-        """The data of a user's script, as ``Trainer.fit`` takes them."""
-        return sources.source(data)
 
     # The book's functions
 
@@ -220,10 +187,7 @@ class Recipes(abc.ABC):
 
     def load_model(self, run: str | Path) -> Any:
         """The model that ``manyhands train`` has trained in a run, on the CPU and in evaluation mode."""
-        name, weights = model_and_weights(run, self.framework)
-        net = self.model(name, 0)
-        self.restore(net, weights)
-        return self.in_evaluation_mode(net)
+        return self.load_weights(self.model(model_name(run), 0), run)
 
     def load_weights(self, model: Any, run: str | Path) -> Any:
         """Load the weights of a run's last checkpoint, or of one checkpoint, into the model, and return it.
@@ -232,7 +196,9 @@ class Recipes(abc.ABC):
         are the average.
         """
         self.restore(model, weights_of(run, self.framework))
-        return self.in_evaluation_mode(model)
+        if hasattr(model, "eval"):
+            model.eval()
+        return model
 
     # Accuracy: predictions are counted on the device, and the counts are read at the end, so that the program never
     # waits for a device between two batches. Every sample counts once, whatever the batch sizes.
@@ -247,15 +213,8 @@ class Recipes(abc.ABC):
 
     def evaluate_accuracy_gpu(self, net: Predictor, data_iter: Iterable[tuple[Any, Any]], device: Any = None) -> float:
         """The fraction of all samples that the net gets right, on one device (by default where the net is)."""
-        native = self.home(net) if device is None else Placement(self.backend).find(device)
-
-        def move(leaf: Any) -> Any:
-            return self.native(leaf) if native is None else Placement(self.backend).to_leaf(self.native(leaf), native)
-
-        def shards(X: Any, y: Any) -> Iterable[tuple[Any, Any]]:
-            return [(tree.map_leaves(move, X), move(y))]
-
-        return self._evaluate(net, data_iter, [native], shards)
+        here = self.home(net) if device is None else Placement(self.backend).find(device)
+        return self._evaluate(net, data_iter, [here], _whole if here is None else self.split_batch)
 
     def evaluate_accuracy_gpus(
         self, net: Predictor, data_iter: Iterable[tuple[Any, Any]], split_f: Split | None = None
@@ -266,25 +225,16 @@ class Recipes(abc.ABC):
         ``X`` and those of ``y``. The net is not moved: the devices work on copies.
         """
         devices = [self.backend.gpu(i) for i in range(self.backend.num_gpus())] or [self.backend.cpu()]
-        split: Split = split_f or self.split_batch
-
-        def shards(X: Any, y: Any) -> Iterable[tuple[Any, Any]]:
-            X, y = tree.map_leaves(self.native, X), self.native(y)
-            return zip(*split(X, y, devices), strict=True)
-
-        return self._evaluate(net, data_iter, devices, shards)
+        return self._evaluate(net, data_iter, devices, split_f or self.split_batch)
 
     def _evaluate(
-        self,
-        net: Predictor,
-        batches: Iterable[tuple[Any, Any]],
-        devices: Sequence[Any],
-        shards: Callable[[Any, Any], Iterable[tuple[Any, Any]]],
+        self, net: Predictor, batches: Iterable[tuple[Any, Any]], devices: Sequence[Any], split: Split
     ) -> float:
         samples, counts = 0, []
         with self.predictors(net, devices) as predictors:
             for X, y in batches:
-                for predictor, (X_shard, y_shard) in zip(predictors, shards(X, y), strict=True):
+                shards = split(tree.map_leaves(self.native, X), self.native(y), devices)
+                for predictor, X_shard, y_shard in zip(predictors, *shards, strict=True):
                     labels = math.prod(y_shard.shape)
                     if labels:  # more devices than samples leave some without
                         counts.append(self.count(predictor(X_shard), y_shard))
@@ -294,6 +244,10 @@ class Recipes(abc.ABC):
             return float(sum(map(float, counts))) / samples
 
 
+def _whole(X: Any, y: Any, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    return [X], [y]
+
+
 def of(framework: str) -> Recipes:
     """The recipes of a framework. Importing them imports the framework."""
     moves.require(framework)
@@ -301,15 +255,15 @@ def of(framework: str) -> Recipes:
     return cast(Recipes, module.BOOK)
 
 
-def model_and_weights(run: str | Path, framework: str) -> tuple[str, bytes]:
-    """The name of the model that ``manyhands train`` trained in a run, and the weights of its last checkpoint."""
-    name = RunFolder.open(Path(run).expanduser()).config.get("train", {}).get("model")
+def model_name(run: str | Path) -> str:
+    """The name of the model that ``manyhands train`` trained in a run."""
+    name: str | None = RunFolder.open(Path(run).expanduser()).config.get("train", {}).get("model")
     if name not in MODELS:
         raise BadRunFolder(
             f"{run} holds the weights of a model of your own, and not the model itself: make it, and write "
             f"mh.load_weights(model, {str(run)!r})"
         )
-    return name, weights_of(run, framework)
+    return name
 
 
 def weights_of(run: str | Path, framework: str) -> bytes:

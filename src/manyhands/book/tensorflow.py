@@ -57,7 +57,6 @@ class Residual(keras.Layer):  # type: ignore[misc]
     ) -> None:
         super().__init__(**kwargs)
         width = out_channels or in_channels
-        self.arguments = {"in_channels": width, "use_1x1conv": use_1x1conv, "strides": strides}
         # Padding "same" would put a stride of two on other pixels than PyTorch's, which pads both sides alike.
         self.pad = keras.layers.ZeroPadding2D(1, data_format=_LAST, name="pad")
         self.conv1 = keras.layers.Conv2D(width, 3, strides, data_format=_LAST, name="conv1")
@@ -70,9 +69,6 @@ class Residual(keras.Layer):  # type: ignore[misc]
         Y = self.bn2(self.conv2(Y), training=training)
         around = X if self.conv3 is None else self.conv3(X)
         return keras.ops.relu(Y + around)
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), **self.arguments}
 
 
 def _batch_norm(name: str) -> keras.Layer:
@@ -186,7 +182,7 @@ class _Recipes(Recipes):
         return tf.cast(images, tf.float32)[..., tf.newaxis] / 255, tf.cast(labels, tf.int64)
 
     def model(self, name: str, seed: int) -> Any:
-        return initialise(MODELS[name](num_classes=10), seed)
+        return initialise(MODELS[name](), seed)
 
     def nesterov(self, rate: float) -> Any:
         """Keras shrinks the weights beside the momentum, so its decay is ten times PyTorch's for the same effect."""
@@ -236,7 +232,6 @@ class _Recipes(Recipes):
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
-load_model, load_weights = BOOK.load_model, BOOK.load_weights
-accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
+load_model, load_weights, accuracy = BOOK.load_model, BOOK.load_weights, BOOK.accuracy
+evaluate_accuracy_gpu, evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpu, BOOK.evaluate_accuracy_gpus
 __all__ = ["Trainer", "load_model", "load_weights", *NAMES]

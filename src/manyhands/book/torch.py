@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,12 +18,13 @@ from torch.nn import functional
 
 from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as _backend
-from manyhands.book import NAMES, recipes
-from manyhands.book.models import Models, Size
+from manyhands.book import NAMES, models, recipes
+from manyhands.book.models import Size
 from manyhands.book.recipes import Predictor, Recipes
 from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.placement.moves import Placement
 from manyhands.training.data.fashion_mnist import Images
+from manyhands.training.data.sources import as_it_is
 from manyhands.training.loss.own_step import default
 from manyhands.training.torch import trainer as _trainer
 from manyhands.training.torch.data.sources import Arrays, scale_images, source
@@ -38,31 +38,22 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 # Models
 
 
-class Residual(nn.Module):
-    """Two 3x3 convolutions and a way around them: the block of a ResNet.
+def _convolution(inputs: int | None, outputs: int, size: int, strides: int = 1, padding: int = 0) -> nn.Module:
+    if inputs is None:
+        return nn.LazyConv2d(outputs, size, strides, padding)
+    return nn.Conv2d(inputs, outputs, size, strides, padding)
 
-    ``Residual(64, 128, use_1x1conv=True, strides=2)`` halves the image and doubles the channels. With one
-    number, ``Residual(128, ...)``, it is the number of channels that come out; those that come in are
-    seen at the first call (PyTorch's lazy layers).
-    """
 
-    def __init__(
-        self, in_channels: int, out_channels: int | None = None, *, use_1x1conv: bool = False, strides: int = 1
-    ) -> None:
+class Residual(models.Residual, nn.Module):
+    __doc__ = models.Residual.__doc__
+    relu = staticmethod(functional.relu)
+
+    def __init__(self, *channels: int, use_1x1conv: bool = False, strides: int = 1) -> None:
         super().__init__()
-        width = out_channels or in_channels
-        convolution: Any = nn.LazyConv2d if out_channels is None else functools.partial(nn.Conv2d, in_channels)
-        self.conv1 = convolution(width, kernel_size=3, stride=strides, padding=1)
-        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1)
-        self.conv3 = convolution(width, kernel_size=1, stride=strides) if use_1x1conv else None
-        self.bn1 = nn.BatchNorm2d(width)
-        self.bn2 = nn.BatchNorm2d(width)
+        self._build(_convolution, nn.BatchNorm2d, *channels, use_1x1conv=use_1x1conv, strides=strides)
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
-        Y = functional.relu(self.bn1(self.conv1(X)))
-        Y = self.bn2(self.conv2(Y))
-        around = X if self.conv3 is None else self.conv3(X)
-        return functional.relu(Y + around)
+        return self._output(X)  # type: ignore[no-any-return]
 
 
 def _chain(layers: Mapping[str, Any], size: Size) -> nn.Sequential:
@@ -72,8 +63,8 @@ def _chain(layers: Mapping[str, Any], size: Size) -> nn.Sequential:
     return net
 
 
-_models = Models(
-    convolution=nn.Conv2d,
+_models = models.Models(
+    convolution=_convolution,
     linear=nn.Linear,
     norm=nn.BatchNorm2d,
     residual=Residual,
@@ -96,13 +87,12 @@ def initialise(net: AnyModule, seed: int | None = None) -> AnyModule:
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for layer in net.modules():
-        if not isinstance(layer, (nn.Linear, compat.Convolution)):
-            continue
-        weight = torch.empty(layer.weight.shape)
-        layer.weight.copy_(nn.init.xavier_uniform_(weight, generator=generator))
-        if layer.bias is not None:
-            bound = 1 / math.sqrt(max(weight[0].numel(), 1))
-            layer.bias.copy_(torch.empty(layer.bias.shape).uniform_(-bound, bound, generator=generator))
+        if isinstance(layer, (nn.Linear, compat.Convolution)):
+            weight = nn.init.xavier_uniform_(torch.empty(layer.weight.shape), generator=generator)
+            layer.weight.copy_(weight)
+            if layer.bias is not None:
+                bound = max(weight[0].numel(), 1) ** -0.5
+                layer.bias.copy_(torch.empty(layer.bias.shape).uniform_(-bound, bound, generator=generator))
     return net
 
 
@@ -146,13 +136,14 @@ class _Recipes(Recipes):
     scale_images = staticmethod(scale_images)
     source_of = staticmethod(source)
     from_first = staticmethod(world.from_first)
+    native = staticmethod(as_it_is)
 
     def source(self, part: Images, batch_size: int | None, *, shuffle: bool) -> Arrays:
         tensors = (torch.from_numpy(part.images), torch.from_numpy(part.labels))
         return Arrays(tensors, scale_images, batch_size, shuffle)
 
     def model(self, name: str, seed: int) -> nn.Module:
-        return initialise(MODELS[name](num_classes=10), seed)
+        return initialise(MODELS[name](), seed)
 
     def nesterov(self, rate: float) -> Callable[..., torch.optim.Optimizer]:
         return functools.partial(torch.optim.SGD, lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
@@ -186,7 +177,6 @@ class _Recipes(Recipes):
 
 BOOK = _Recipes()
 train, load_data_fashion_mnist, split_batch = BOOK.train, BOOK.load_data_fashion_mnist, BOOK.split_batch
-load_model, load_weights = BOOK.load_model, BOOK.load_weights
-accuracy, evaluate_accuracy_gpu = BOOK.accuracy, BOOK.evaluate_accuracy_gpu
-evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpus
+load_model, load_weights, accuracy = BOOK.load_model, BOOK.load_weights, BOOK.accuracy
+evaluate_accuracy_gpu, evaluate_accuracy_gpus = BOOK.evaluate_accuracy_gpu, BOOK.evaluate_accuracy_gpus
 __all__ = ["Trainer", "load_model", "load_weights", *NAMES]

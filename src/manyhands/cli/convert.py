@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from manyhands.book.models import WEIGHT_NAMES
-from manyhands.book.recipes import MODELS, model_and_weights
+from manyhands.book.recipes import MODELS, weights_of
 from manyhands.cli.flags import File, Folder, Framework
 from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
 from manyhands.training.checkpoints import store
@@ -86,10 +86,9 @@ def convert(run: Path, target: str, out: Path | None = None, *, table: Any = Non
     config, checkpoint = before.config, store.load(before.checkpoints)
     if table is not None:
         tensors = rename_weights(load(checkpoint.blobs["model"]), table)
-    elif config.get("train", {}).get("model") in MODELS:
+    elif (model := config.get("train", {}).get("model")) in MODELS:
         source = checkpoint.state.get("framework", "torch")
-        model, weights = model_and_weights(run, source)
-        tensors = convert_weights(load(weights), model, source, target)
+        tensors = convert_weights(load(weights_of(run, source)), model, source, target)
     else:
         raise BadRunFolder(
             f"{run} does not say which model it is of: manyhands convert knows the models of manyhands train "

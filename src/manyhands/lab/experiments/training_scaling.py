@@ -85,7 +85,7 @@ def _train(bench: Bench, job: TrainingJob, count: int, data: fashion_mnist.Fashi
     epochs = bench.size(gpu=6, cpu=4, quick=3)
     trainer = bench.mh.Trainer(max_epochs=epochs, lr=job.lr, quiet=True, devices=bench.for_trainer(count))
     parts = train.first(_count(bench, job.model)), test.first(500) if bench.quick else test
-    rows: list[dict[str, Any]] = trainer.fit(framework_recipes.model(job.model, seed=0), *parts).rows
+    rows: list[dict[str, Any]] = trainer.fit(framework_recipes.model(job.model, 0), *parts).rows
     settings = {"batch size": job.batch_size, "lr": job.lr, "devices": count, "model": job.model}
     bench.recorded.extend(Trial("epoch", settings, row["seconds"]) for row in rows[1:])
     return rows

@@ -40,7 +40,7 @@ def run(bench: Bench) -> Answer:
     times, losses, shares = Times(), dict[str, list[float]](), [0.5, 0.5]
     for name, options in methods.items():
         bench.say(name)
-        net = framework_recipes.model("lenet", seed=0)
+        net = framework_recipes.model("lenet", 0)
         if not has_gpu:
             net.register_forward_pre_hook(_slow_down)
         epochs = bench.size(gpu=7, cpu=7, quick=5)
