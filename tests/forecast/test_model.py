@@ -241,7 +241,7 @@ def test_a_bad_profile_is_one_line(tmp_path: Path, fields: str, words: str) -> N
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadProfile, match="cannot be read: No such file"):
         Profile.load(tmp_path / "none.json")
-    with pytest.raises(BadProfile, match="cannot be written to"):
+    with pytest.raises(BadProfile, match="cannot be written: there is no folder"):
         profile().save(tmp_path / "none" / "p.json")
     for name in ("nvlnk", "pcie+nvlink", "carrier-pigeon.json"):
         with pytest.raises((BadSettings, BadProfile), match=r"not known|not a network|cannot be read"):

@@ -108,7 +108,7 @@ def test_what_cannot_be_true_is_measured_again_and_then_refused(
     gains: tuple[float, ...], status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "check_load", lambda: None)
-    result = process.perform(_unlike(*gains), Bench(Module(), "torch"))
+    result = process.perform(_unlike(*gains), Bench(Module(), "torch", quick=True))
     assert result.status == status
     assert said in (result.finding.conclusion if result.finding else result.why)
 
@@ -119,13 +119,13 @@ def test_a_machine_that_was_loaded_is_measured_again(
 ) -> None:
     seen = iter(loads)
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(seen))
-    assert process.perform(_unlike(1.5, 1.5), Bench(Module(), "torch")).status == status
+    assert process.perform(_unlike(1.5, 1.5), Bench(Module(), "torch", quick=True)).status == status
     assert next(seen, None) is None
 
 
 def test_a_loaded_machine_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.cpu_percent", lambda interval: 80.0)
-    result = process.perform(_unlike(1.5), Bench(Module(), "torch"))
+    result = process.perform(_unlike(1.5), Bench(Module(), "torch", quick=True))
     assert (result.status, result.finding) == ("not measured", None)
     assert result.why.startswith("the machine is busy: other programs use 80% of the CPU, and 30% is the most")
     assert "not measured: the machine is busy" in text(result)
@@ -150,7 +150,7 @@ def test_an_error_in_an_experiment_is_its_result(monkeypatch: pytest.MonkeyPatch
     def fails(bench: Bench) -> Answer:
         raise ZeroDivisionError("by hand")
 
-    result = process.perform(_that(fails), Bench(Module(), "torch"))
+    result = process.perform(_that(fails), Bench(Module(), "torch", quick=True))
     assert result.status == "failed"
     assert "ZeroDivisionError: by hand (test_lab_finding.py:" in result.why
 

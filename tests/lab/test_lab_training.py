@@ -34,7 +34,7 @@ def test_shares_are_measured_with_a_device_that_is_slow(results: Results) -> Non
 def test_the_auditor_sees_the_norms_that_are_read(results: Results) -> None:
     _, read, kept = results["logging-norms"]["notes"]
     assert "read each norm: 50 waits in 50 products" in read
-    assert "norm = operations.numpy(norm)" in read
+    assert "norm = as_number(norm)" in read
     assert "keep the log on the device: 0 waits" in kept
 
 

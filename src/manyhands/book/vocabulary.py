@@ -76,7 +76,7 @@ class Accumulator:
 
     def add(self, *values: Any) -> None:
         """Add one value to each sum."""
-        self.data = [total + _number(value) for total, value in zip(self.data, values, strict=True)]
+        self.data = [total + as_number(value) for total, value in zip(self.data, values, strict=True)]
 
     def reset(self) -> None:
         """All sums are zero again."""
@@ -182,8 +182,8 @@ class Animator:
                 self.X.append([])
                 self.Y.append([])
             if a is not None and b is not None:
-                self.X[i].append(_number(a))
-                self.Y[i].append(_number(b))
+                self.X[i].append(as_number(a))
+                self.Y[i].append(as_number(b))
         if (display := _notebook()) is not None:
             image = display.Image(data=self._picture(dpi=100), format="png")
             if self._shown is None:
@@ -211,7 +211,7 @@ class Animator:
         return file.getvalue()
 
 
-def _number(value: Any) -> float:
+def as_number(value: Any) -> float:
     """A number, or a tensor of one element; MXNet's older arrays have their own method for it."""
     return float(value.asnumpy().item() if hasattr(value, "asnumpy") else value)
 

@@ -30,13 +30,7 @@ WAITS_TOO_LONG = 3
 
 
 def _percent(text: str) -> float:
-    try:
-        value = float(text.removesuffix("%")) / 100
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a part of a step, as 5%")
-    return value
+    return flags.number(text.removesuffix("%")) / 100
 
 
 def run(
@@ -85,12 +79,19 @@ def run(
     settings = {"program": program[0], "module": module is not None, "warmup": warmup, "steps": steps}
     code, report = _run_program({**settings, "speeds": None if target is None else asdict(target)}, program)
     if report is None:
-        print(f"manyhands audit: {program[0]} {_how_it_ended(code)}: no report", file=sys.stderr)
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        ended = killed or f"ended with code {code} without returning to Python (os._exit or exec)"
+        print(f"manyhands audit: {program[0]} {ended}: no report", file=sys.stderr)
         return _same_end(code)
     if before is not None:
         report = reports.new_since(report, before)
     _show(report)
-    _write(report, json, sarif, html)
+    if json is not None:
+        json.write_text(dumps(report.as_data(), indent=2) + "\n")
+    if sarif is not None:
+        sarif.write_text(dumps(sarif_report.log(report), indent=2) + "\n")
+    if html is not None:
+        html.write_text(html_report.page(report))
     if code == 2 or "--as-if-gpu" in program:  # 2: as argparse ends
         flags.hint_misplaced("audit", program, run)
     return _same_end(code) if fail_over is None else _check_limit(report, fail_over, code)
@@ -100,12 +101,10 @@ def _baseline(path: Path) -> Report:
     try:
         data = loads(path.read_text())
         if data["schema"] != SCHEMA:
-            raise ValueError
+            raise ValueError(f"its schema is not {SCHEMA}")
         return Report.from_data(data)
-    except OSError as error:
-        raise BadSettings(f"--baseline {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise BadSettings(f"--baseline {path} is not a report of `manyhands audit --json`") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadSettings(f"--baseline {path} is not a report of `manyhands audit --json`: {error}") from None
 
 
 def _run_program(settings: dict[str, Any], program: Sequence[str]) -> tuple[int, Report | None]:
@@ -132,12 +131,6 @@ def _run_program(settings: dict[str, Any], program: Sequence[str]) -> tuple[int,
         return code, Report.from_data(loads(result.read_text())) if result.is_file() else None
 
 
-def _how_it_ended(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code} without returning to Python (os._exit or exec)"
-
-
 def _same_end(code: int) -> int:
     """Return the program's exit code; if a signal killed the program, the same signal kills us."""
     if code >= 0:
@@ -160,31 +153,13 @@ def _show(report: Report) -> None:
         print(table.text(report), file=sys.stderr)
 
 
-def _write(report: Report, json: Path | None, sarif: Path | None, html: Path | None) -> None:
-    try:
-        if json is not None:
-            json.write_text(dumps(report.as_data(), indent=2) + "\n")
-        if sarif is not None:
-            sarif.write_text(dumps(sarif_report.log(report), indent=2) + "\n")
-        if html is not None:
-            html.write_text(html_report.page(report))
-    except OSError as error:
-        raise BadSettings(f"{error.filename} cannot be written: {error.strerror}") from None
-
-
 def _check_limit(report: Report, fail_over: float, code: int) -> int:
     """The exit code where there is a limit of what the findings may cost."""
     if code == 0 and (report.gain or 0.0) > fail_over:
-        print(
-            f"manyhands audit: removing the findings gains {report.gain:.1%}, more than the {fail_over:.1%} of "
-            "--fail-over",
-            file=sys.stderr,
-        )
+        limit = f"more than the {fail_over:.1%} of --fail-over"
+        print(f"manyhands audit: removing the findings gains {report.gain:.1%}, {limit}", file=sys.stderr)
         return WAITS_TOO_LONG
     if report.gain is None and report.findings:
-        print(
-            "manyhands audit: --fail-over was not applied: the time of a step is unknown here, so there is nothing "
-            "to compare with (docs/audit.md)",
-            file=sys.stderr,
-        )
+        why = "the time of a step is unknown here, so there is nothing to compare with (docs/audit.md)"
+        print(f"manyhands audit: --fail-over was not applied: {why}", file=sys.stderr)
     return _same_end(code)

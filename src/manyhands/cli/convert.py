@@ -19,7 +19,6 @@ NumPy's here, so no framework has to be installed: MXNet cannot even be in one e
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,8 +35,8 @@ from manyhands.errors import BadRunFolder, BadSettings, WrongCheckpoint
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder, named_refusals
 
-_OF_POSITION = ("cursor", "last_row", "batches_before", "seconds_of_row", "seconds")
-_KEPT = (*_OF_POSITION, "settings", "samples", "shuffle", "totals", "shares")
+_POSITION = ("cursor", "last_row", "batches_before", "seconds_of_row", "seconds")
+_KEPT = (*_POSITION, "settings", "samples", "shuffle", "totals", "shares")
 Tensors = Mapping[str, NDArray[Any]]
 _FORM = 'a table is {"names": {"new name": "old name", ...}, "unused": ["old name", ...]}'
 _ENTRY = (
@@ -46,13 +45,7 @@ _ENTRY = (
 )
 
 
-def run(
-    run: Folder,
-    *,
-    to: Framework,
-    out: Folder | None = None,
-    names: File | None = None,
-) -> int:
+def run(run: Folder, *, to: Framework, out: Folder | None = None, names: File | None = None) -> int:
     """Creates a new run with the same weights in the layout of another framework.
 
     Load it there with mh.load_model(RUN), or continue it with manyhands train --resume RUN. Needs no framework
@@ -139,8 +132,7 @@ def _weight(name: str, entry: Any, tensors: Tensors) -> NDArray[Any]:
     old, *steps = parts
     if old not in tensors:
         raise WrongCheckpoint(
-            f"the table takes {name!r} from {old!r}, and the run holds no such weight{_meant(old, tensors)}. It holds "
-            f"{_list(tensors, tensors)}"
+            f"the table takes {name!r} from {old!r}, which is not in the run. It holds {_list(tensors, tensors)}"
         )
     tensor = tensors[old]
     for step in steps:
@@ -155,8 +147,3 @@ def _weight(name: str, entry: Any, tensors: Tensors) -> NDArray[Any]:
 
 def _list(names: Iterable[str], tensors: Tensors) -> str:
     return ", ".join(f"{name} {list(tensors[name].shape)}" for name in names)
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""

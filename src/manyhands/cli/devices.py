@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from json import dumps
@@ -78,66 +77,52 @@ def collect(frameworks: list[str] | None, *, measured: bool, quiet: bool) -> dic
 
 def _text(facts: dict[str, Any], *, measured: bool) -> str:
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    host = facts["host"]
+    features = "".join(f", {feature}" for feature in host["features"])
+    lines: list[Any] = [
+        f"host: {host['name']}{features}, {host['usable_cores']} of {host['cores']} cores usable, "
+        f"{_gib(host['memory'], 'free')} of {_gib(host['memory'], 'total')} GiB free, load {host['load_percent']:.0f}%"
+    ]
+    lines += [
+        f"gpu {gpu['index']}: {gpu['name']}, {_gib(gpu['memory'], 'free')} of {_gib(gpu['memory'], 'total')} GiB "
+        f"free, load {_percent(gpu['load_percent'])}, driver {gpu['driver']}, {gpu['uuid']}"
+        for gpu in facts["gpus"]
+    ]
+    if facts["why_no_gpus"]:
+        lines.append(f"gpus: none; {facts['why_no_gpus']}")
+    if rows := [(reply, row) for reply in facts["frameworks"] for row in reply.get("devices", [])]:
+        table = _table("framework", "device", "name", "GiB", "free", "load", "cap.")
+        for reply, row in rows:
+            memory = (_gib(row["memory"], "total"), _gib(row["memory"], "free"), _percent(row["load_percent"]))
+            version = f"{reply['framework']} {reply['version']}"
+            table.add_row(version, row["device"], row["name"], *memory, row["capability"] or "-")
+        lines.append(table)
+    if rows and measured:
+        table = _table("framework", "device", *_COLUMNS.values())
+        table.caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
+        for reply, row in rows:
+            table.add_row(reply["framework"], row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
+        lines.append(table)
+    for reply in facts["frameworks"]:
+        if "error" in reply:
+            lines.append(f"{reply['framework']}: does not start: {reply['error']}")
+        elif reply["virtual"]:
+            virtual = count_of(reply["virtual"], "virtual CPU device")
+            lines.append(f"{reply['framework']}: {virtual} to stand in for GPUs (MANYHANDS_VIRTUAL_DEVICES)")
+    if not facts["frameworks"]:
+        lines.append("no framework is installed: pip install 'manyhands[torch]' (or jax, tensorflow, mxnet)")
     with console.capture() as shown:
-        _print(console, facts, measured=measured)
+        for line in lines:
+            console.print(line, soft_wrap=isinstance(line, str))
     return shown.get()
 
 
-def _print(console: Console, facts: dict[str, Any], *, measured: bool) -> None:
-    host = facts["host"]
-    features = "".join(f", {feature}" for feature in host["features"])
-    console.print(
-        f"host: {host['name']}{features}, {host['usable_cores']} of {host['cores']} cores usable, "
-        f"{_gib(host['memory'], 'free')} of {_gib(host['memory'], 'total')} GiB free, load {host['load_percent']:.0f}%"
-    )
-    for gpu in facts["gpus"]:
-        console.print(
-            f"gpu {gpu['index']}: {gpu['name']}, {_gib(gpu['memory'], 'free')} of {_gib(gpu['memory'], 'total')} GiB "
-            f"free, load {_percent(gpu['load_percent'])}, driver {gpu['driver']}, {gpu['uuid']}"
-        )
-    if facts["why_no_gpus"]:
-        console.print(f"gpus: none; {facts['why_no_gpus']}")
-    rows = [(reply, row) for reply in facts["frameworks"] for row in reply.get("devices", [])]
-    if rows:
-        described = [
-            (
-                f"{reply['framework']} {reply['version']}",
-                row["device"],
-                row["name"],
-                *(_gib(row["memory"], "total"), _gib(row["memory"], "free"), _percent(row["load_percent"])),
-                row["capability"] or "-",
-            )
-            for reply, row in rows
-        ]
-        titles = ("framework", "device", "name", "GiB", "free", "load", "cap.")
-        console.print(_table(titles, described), soft_wrap=False)
-    if rows and measured:
-        speeds = [
-            (reply["framework"], row["device"], *(_figure(row["speed"][name]) for name in _COLUMNS))
-            for reply, row in rows
-        ]
-        caption = "copies to, from and on the device in GB/s (*: page-locked host memory); products in TFLOP/s"
-        console.print(_table(("framework", "device", *_COLUMNS.values()), speeds, caption), soft_wrap=False)
-    for reply in facts["frameworks"]:
-        if "error" in reply:
-            console.print(f"{reply['framework']}: does not start: {reply['error']}")
-        elif reply["virtual"]:
-            console.print(
-                f"{reply['framework']}: {count_of(reply['virtual'], 'virtual CPU device')} to stand in for GPUs "
-                "(MANYHANDS_VIRTUAL_DEVICES)"
-            )
-    if not facts["frameworks"]:
-        console.print("no framework is installed: pip install 'manyhands[torch]' (or jax, tensorflow, mxnet)")
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption or None)
+def _table(*titles: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in titles:
         # A name may take two lines, a figure never.
         words = title in ("framework", "device", "name", "cap.")
         table.add_column(title, justify="left" if words else "right", no_wrap=title != "name")
-    for row in rows:
-        table.add_row(*row)
     return table
 
 

@@ -76,7 +76,9 @@ def run(
     how["assumptions"] = Assumptions() if input_rate is None else Assumptions(input_rate=input_rate)
     how["link"] = link(how["link"], how.pop("per_node"))
     if profile is None:
-        forecast = _measure(*_subject(script, model, framework, batch_size), **how)
+        name, net, batch, loss = _subject(script, model, framework, batch_size)
+        forecast = measured.forecast(net, batch, loss=loss, **{**how, "devices": how["devices"] or DEVICES})
+        forecast = replace(forecast, profile=replace(forecast.profile, name=name))
     elif own := script or model:
         raise BadSettings(f"--profile {profile} and {own}: a profile has its own model")
     else:
@@ -92,11 +94,6 @@ def run(
         if not json:
             print(f"written: {path}")
     return 0
-
-
-def _measure(name: str, model: Any, batch: Any, loss: Any, *, devices: Any, **how: Any) -> Forecast:
-    forecast = measured.forecast(model, batch, devices=devices or DEVICES, loss=loss, **how)
-    return replace(forecast, profile=replace(forecast.profile, name=name))
 
 
 def _subject(text: str | None, name: str | None, framework: str | None, size: int | None) -> tuple[str, Any, Any, Any]:

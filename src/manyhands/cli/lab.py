@@ -28,12 +28,12 @@ _INTERRUPTED = 130
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = "Without arguments, lists the experiments. docs/lab.md explains the reports."
-    parser.set_defaults(run_command=_list)
+    parser.set_defaults(run_command=lambda _: _list())
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", help="default: list the experiments")
     flags.add_command(actions.add_parser("run", help="run experiments and write a report"), run)
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list() -> int:
     width = max(map(len, experiments.NAMES))
     for name in experiments.NAMES:
         listed = experiments.load(name)
@@ -87,7 +87,6 @@ def run(
 def run_all(jobs: list[tuple[str, Experiment]], report: LabReport, html: Path, json: Path | None) -> int:
     """Run the experiments; the report is written after each."""
     gpus = {reply["framework"]: sum(row["kind"] == "gpu" for row in reply["devices"]) for reply in report.frameworks}
-    interrupted = False
     with Console(stderr=True).status("") as status:
         for number, (framework, experiment) in enumerate(jobs, start=1):
             head = f"{number}/{len(jobs)} {experiment.name} ({framework})"
@@ -99,18 +98,18 @@ def run_all(jobs: list[tuple[str, Experiment]], report: LabReport, html: Path, j
             try:
                 result = process.run(experiment, framework, quick=report.quick, gpus=gpus[framework], say=say)
             except KeyboardInterrupt:
-                interrupted, why = True, "stopped by Ctrl-C before it was finished"
+                why = "stopped by Ctrl-C before it was finished"
                 result = ExperimentResult.of(experiment, framework, "interrupted", why=why)
             report = report.with_result(result)
             print(text(result), flush=True)
             html.write_text(page(report), encoding="utf-8")
             if json is not None:
                 json.write_text(report.as_json(), encoding="utf-8")
-            if interrupted:
+            if result.status == "interrupted":
                 break
     for path in filter(None, (html, json)):
         print(f"written: {path}")
-    if interrupted:
+    if result.status == "interrupted":
         print("manyhands lab: interrupted; the report has the finished experiments", file=sys.stderr)
         return _INTERRUPTED
     return int(any(result.status == "failed" for result in report.results))

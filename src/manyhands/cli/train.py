@@ -31,11 +31,7 @@ _EPOCHS_OF_SUBSET = 20  # of 4,000 images: as many as lenet needs for a test acc
 _TRAINER = ("devices", "max_epochs", "batch_size", "lr", "precision", "seed", "quiet", "run", "resume")
 _TOPICS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "step": (Step, ("shares", "accumulate", "micro_batch_size", "batch_stats", "on_nan", "optimize")),
-    "limits": (
-        Limits,
-        ("max_steps", "max_time", "limit_batches", "limit_val_batches", "evaluate_every", "overfit_batches"),
-    ),
-    "checkpoints": (Checkpoints, ("every", "keep")),
+    **{kind.__name__.lower(): (kind, tuple(inspect.signature(kind).parameters)) for kind in (Limits, Checkpoints)},
 }
 _KEYS = {"every": "checkpoint_every", "keep": "keep_checkpoints"}  # in a run's options, where they differ
 _KEYWORDS: dict[str, dict[str, Any]] = {
@@ -111,17 +107,19 @@ def run(options: argparse.Namespace) -> int:
     chosen = {**(_ON_GPU if any(name.startswith("gpu") for name in devices) else _ON_CPU), **chosen}
     data = fashion_mnist.load(chosen["data"])
     chosen["data"] = str(Path(str(chosen["data"] or data.directory)).absolute())
-    if "epochs" not in (begun | asked):
-        if chosen["max_steps"] or chosen["max_time"]:
-            chosen["epochs"] = None
-        elif data.subset:
-            chosen["epochs"] = _EPOCHS_OF_SUBSET
-    say = print if launcher.is_first() else _say_nothing
+    if "epochs" not in (begun | asked) and (chosen["max_steps"] or chosen["max_time"] or data.subset):
+        chosen["epochs"] = None if chosen["max_steps"] or chosen["max_time"] else _EPOCHS_OF_SUBSET
+
+    def say(text: object) -> None:
+        if launcher.is_first():
+            print(text)
+
     say(f"data: {data.source}; {len(data.train.labels):,} to train on, {len(data.test.labels):,} to test with")
     say(f"{chosen['model']} on {', '.join(devices)}")
     # Under torchrun, all processes take the options of the first one, and the folder that it creates.
-    name, chosen = recipes.from_first(lambda: (_folder(resumed or options.run), chosen))
-    folder = Path(name)
+    run = resumed or options.run
+    name, chosen = recipes.from_first(lambda: (str(run or RunFolder.create(Path("runs")).path), chosen))
+    folder = Path(name).absolute()
     try:
         resume = None if resumed is None else "auto"
         trainer = mh.Trainer(**_trainer_options(chosen, recipes), run=folder, resume=resume, quiet=options.quiet)
@@ -166,23 +164,16 @@ def _options_of_run(folder: Path) -> dict[str, Any]:
     return {"framework": FRAMEWORKS[0], **begun}
 
 
-def _folder(folder: Path | None) -> str:
-    """The run's folder. A folder under ``runs/`` is created now, so that no other job takes its name."""
-    return str((folder or RunFolder.create(Path("runs")).path).absolute())
-
-
 def _trainer_options(chosen: dict[str, Any], recipes: Recipes) -> dict[str, Any]:
     chosen = {**chosen, "shares": parse_shares(chosen["shares"])}
-    topics = {
-        topic: kind(**{name: chosen[_KEYS.get(name, name)] for name in names})
-        for topic, (kind, names) in _TOPICS.items()
-    }
+    options = {name: chosen[name] for name in ("devices", "seed", "precision")}
+    for topic, (kind, names) in _TOPICS.items():
+        options[topic] = kind(**{name: chosen[_KEYS.get(name, name)] for name in names})
     return {
+        **options,
         "max_epochs": chosen["epochs"],
         "optimizer": recipes.nesterov(chosen["lr"]),
         "schedule": one_cycle,
-        **{name: chosen[name] for name in ("devices", "seed", "precision")},
-        **topics,
     }
 
 
@@ -208,7 +199,3 @@ def _leave(folder: Path, *, interrupted: bool) -> None:
         print(f"continue from the last checkpoint with: manyhands train --resume {folder}", file=sys.stderr)
     else:
         print("there was no checkpoint yet; --checkpoint-every STEPS writes more of them", file=sys.stderr)
-
-
-def _say_nothing(*_: object) -> None:
-    pass

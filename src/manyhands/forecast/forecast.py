@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.amounts import count_of, seconds
-from manyhands.errors import BadProfile
 from manyhands.files import new_figure, to_write
 from manyhands.forecast import scaling
 from manyhands.forecast.links import Link
@@ -18,6 +17,15 @@ from manyhands.schedule.memory import megabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+# The names of a row's values in JSON.
+_JSON = {
+    **{"devices": "devices", "base_devices": "base", "batch_size": "batch", "batch_size_per_device": "shard"},
+    **{"step_seconds": "seconds", "samples_per_second": "rate", "speed_up": "speed_up", "efficiency": "efficiency"},
+    **{"terms_seconds": "terms", "worst_term": "worst_term", "pays": "pays", "pays_from_batch_size": "pays_from"},
+    **{"device_hours_per_million_samples": "device_hours", "memory_bytes": "memory", "fits": "fits"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +88,12 @@ class Forecast:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [
-            {
-                "devices": row.devices,
-                "base_devices": row.base,
-                "batch_size": row.batch,
-                "batch_size_per_device": row.shard,
-                "step_seconds": row.seconds,
-                "samples_per_second": row.rate,
-                "speed_up": row.speed_up,
-                "efficiency": row.efficiency,
-                "terms_seconds": row.terms,
-                "worst_term": row.worst_term,
-                "pays": row.pays,
-                "pays_from_batch_size": row.pays_from,
-                "device_hours_per_million_samples": row.device_hours,
-                "memory_bytes": None
-                if row.memory is None
-                else {**row.memory.as_dict(), "peak": round(row.memory.total)},
-                "fits": row.fits,
-            }
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            values: dict[str, Any] = {name: getattr(row, attribute) for name, attribute in _JSON.items()}
+            if row.memory is not None:
+                values["memory_bytes"] = {**row.memory.as_dict(), "peak": round(row.memory.total)}
+            rows.append(values)
         return {
             "schema": SCHEMA,
             "headline": self.headline,
@@ -240,13 +232,10 @@ def _draw(forecast: Forecast, path: str | Path) -> Path:
     if has_memory:
         _memory(axes[2], forecast)
     profile = forecast.profile
-    sizes = f"batch size {forecast.rows[0].shard} a device" if forecast.per_device else "batch size "
-    sizes += "" if forecast.per_device else f"{forecast.rows[0].batch}"
+    first = forecast.rows[0]
+    sizes = f"batch size {first.shard} a device" if forecast.per_device else f"batch size {first.batch}"
     figure.suptitle(f"{profile.name}, {sizes}, {forecast.link.name} (forecast)", fontsize="medium")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise BadProfile(f"the plot cannot be written to {str(path)!r}: {error.strerror or error}") from error
+    figure.savefig(path, dpi=150)
     return path
 
 
@@ -266,13 +255,14 @@ def _speed_up(axes: Axes, forecast: Forecast) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xticks(devices, [f"{count}" for count in devices])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("devices")
-    axes.set_ylabel(f"times the speed of {count_of(base, 'device')}")
+    axes.set(xlabel="devices", ylabel=f"times the speed of {count_of(base, 'device')}")
     axes.grid(visible=True, alpha=0.35)
     axes.legend(frameon=False)
 
 
-def _bars(axes: Axes, forecast: Forecast, stacks: list[dict[str, float]], label: str, scale: float) -> list[float]:
+def _bars(
+    axes: Axes, forecast: Forecast, stacks: Sequence[Mapping[str, float]], label: str, scale: float
+) -> list[float]:
     """Stacked bars, one for each number of devices; parts too small to see are left out."""
     places = range(len(stacks))
     tops = [0.0] * len(stacks)
@@ -283,17 +273,13 @@ def _bars(axes: Axes, forecast: Forecast, stacks: list[dict[str, float]], label:
         axes.bar(places, heights, bottom=tops, label=name, color=colour, width=0.7)
         tops = [top + height for top, height in zip(tops, heights, strict=True)]
     axes.set_xticks(places, [f"{row.devices}" for row in forecast.rows])
-    axes.set_xlabel("devices")
-    axes.set_ylabel(label)
+    axes.set(xlabel="devices", ylabel=label)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False, fontsize="small")
     return tops
 
 
 def _memory(axes: Axes, forecast: Forecast) -> None:
-    stacks = [
-        {name: getattr(row.memory, name) if row.memory is not None else 0.0 for name in MEMORY_PARTS}
-        for row in forecast.rows
-    ]
+    stacks = [(row.memory or MemoryByPart()).as_dict() for row in forecast.rows]
     tops = _bars(axes, forecast, stacks, "MB on each device", 1e-6)
     capacity = forecast.profile.capacity
     if capacity is not None and capacity * 1e-6 < 4 * max(tops):

@@ -5,10 +5,7 @@ bytes over every device's link, for any n. It may depend on the number of device
 other by NVLink, and in 2017 a ring over all eight went through the processors. Beyond ``per_node`` devices, the ring
 also crosses a network. The time is bytes over bandwidth, plus the latency of hops.
 
-The bandwidths are NCCL's (``src/graph/topo.h``: NVLink 18 to 20.6 GB/s for each of a GPU's links, PCIe 3.0 x16 12, the
-link between Broadwell sockets 6, between Skylake's 10, 100 Gbit/s of network 12). If nccl-tests measure less or more,
-the measured ones are used: 230 GB/s on eight A100, 370 to 480 on eight H100, 475 on eight H200, 20 on pairs over
-PCIe 4.0. No number comes from a training run.
+The bandwidths are NCCL's (``src/graph/topo.h``), or what nccl-tests measure. No number comes from a training run.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import BadProfile, BadSettings, type_in_words
+from manyhands.files import check_writable
 
 SCHEMA = 1
 # The same bucket sizes as in the trainer (training/torch/ranks/gradient_sum.py).
@@ -30,9 +31,6 @@ _HOST_SECONDS = (454 / 62 + 4) * 13.4e-6
 # A step makes the same operations for every batch size, and the memory in use after each of them is a linear function
 # of the batch size. So the peak is the highest of these lines: for a small batch it may be in the optimizer, for a
 # large one at the end of the forward pass. Only the few lines that are the highest for some batch size are kept.
-#
-# For example, x takes 1 byte per sample and a weight's gradient 10 bytes: first x is in use, then both, then only the
-# gradient. The line of both is always the highest: 10 bytes, plus 1 per sample.
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "batch")
 
@@ -128,12 +126,7 @@ class StepTime:
         return self.forward + self.backward + self.optimizer
 
     def times(self, factor: float) -> StepTime:
-        return replace(
-            self,
-            forward=self.forward * factor,
-            backward=self.backward * factor,
-            optimizer=self.optimizer * factor,
-        )
+        return StepTime(self.batch, self.forward * factor, self.backward * factor, self.optimizer * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +209,10 @@ class Profile:
         lines = [line.at(batch) for line in self.memory if line.several == (devices > 1)]
         return max(lines, key=lambda memory: memory.total, default=None)
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **asdict(self)}
-
     def save(self, path: str | Path) -> Path:
         """Write the profile as JSON, for a forecast elsewhere: ``manyhands forecast --profile FILE``."""
-        try:
-            Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n")
-        except OSError as error:
-            raise BadProfile(f"the profile cannot be written to {str(path)!r}: {error.strerror or error}") from error
+        check_writable(Path(path), BadProfile)
+        Path(path).write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n")
         return Path(path)
 
     @classmethod
@@ -247,8 +235,8 @@ class Profile:
         return profile
 
     def _check(self) -> None:
-        numbers = [self.batch_size, *(bucket.size for bucket in self.buckets), *(point.batch for point in self.times)]
-        numbers.append(self.devices)
+        sizes = [bucket.size for bucket in self.buckets] + [point.batch for point in self.times]
+        numbers = [self.batch_size, self.devices, *sizes]
         if not self.times or not all(isinstance(number, int) and number > 0 for number in numbers):
             raise ValueError("batch sizes, buckets, times and devices are above 0")
         if not all(point.total > 0 for point in self.times):
@@ -257,14 +245,10 @@ class Profile:
 
 def spread_buckets(total: float) -> tuple[Bucket, ...]:
     """Buckets of a model of which only the size is known: gradients become ready evenly during the backward pass."""
-    sizes: list[int] = []
-    left = round(total)
-    while left > 0:
-        sizes.append(min(left, BUCKET if sizes else FIRST_BUCKET))
-        left -= sizes[-1]
+    buckets: list[Bucket] = []
     done = 0
-    buckets = []
-    for size in sizes:
+    while done < round(total):
+        size = min(round(total) - done, BUCKET if buckets else FIRST_BUCKET)
         done += size
         buckets.append(Bucket(size, done / total))
     return tuple(buckets)

@@ -1,22 +1,7 @@
 """The time of a step on N devices: what one device does, plus what several cost.
 
-==================  ====================================================================================================
-term                where it comes from
-==================  ====================================================================================================
-fixed cost          smaller shards do not take proportionally less: launches, the optimizer, small kernels (measured)
-communication       what of the all-reduces is left when the backward pass ends, bucket by bucket
-latency             the part of it that hops take, not bytes
-contention          computing and communicating slow each other down: of the time that perfect overlap would hide, 42%
-                    is hidden (GEMMs beside prioritised collectives: arXiv 2412.14335, 2024); on PCIe batches
-                    from the host go the same way as gradients; devices made of one CPU take turns on its cores
-stragglers          all wait for the slowest of N. Equal GPUs differ by 8% from end to end (arXiv 2208.11035,
-                    2022); a box plot's ends are 5.4 standard deviations apart, so one is 1.5%
-copies              of gradients into and out of buckets, where a framework makes them (DDP: 2 to 5 ms per 100 MB)
-host                one process that drives all devices issues their operations one after the other
-input               a machine prepares samples for all its devices: what a step waits for them (given, else no limit)
-==================  ====================================================================================================
-
-No constant is fitted to a table of training times; ``benchmarks/forecast.py`` compares with those.
+docs/forecast.md says where each term comes from. No constant is fitted to a table of training times;
+``benchmarks/forecast.py`` compares with those.
 """
 
 from __future__ import annotations
@@ -31,8 +16,8 @@ from manyhands.errors import BadSettings
 from manyhands.forecast.links import Link, all_reduce
 from manyhands.forecast.profile import MemoryByPart, Profile
 
-HIDDEN = 0.42
-JITTER = 0.08 / 5.4
+HIDDEN = 0.42  # GEMMs beside prioritised collectives: arXiv 2412.14335
+JITTER = 0.08 / 5.4  # equal GPUs differ by 8% (arXiv 2208.11035); a box plot's ends are 5.4 deviations apart
 DDP_COPIES = 3.5e-3 / 100e6  # seconds a byte: the middle of 2 to 5 ms per 100 MB
 PAYS = 0.8  # of each device's time goes into training
 TERMS = ("fixed cost", "communication", "latency", "contention", "stragglers", "copies", "host", "input")

@@ -171,54 +171,44 @@ def _time(subject: _Subject, part: Batch, shard: int) -> StepTime:
 def _arrivals(subject: _Subject, part: Batch) -> tuple[Bucket, ...]:
     """The buckets, and when the last gradient of each is there."""
     assert subject.gradients is not None
-    moment = _moments(subject.device)
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     subject.begin()
     loss = subject.forward(part)
-    arrived: dict[int, Callable[[], float]] = {}
+    arrived: dict[int, Any] = {}
 
     def note(parameter: torch.Tensor) -> None:
-        arrived[id(parameter)] = moment()
+        arrived[id(parameter)] = _moment(subject.device)
 
     handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
     try:
-        start = moment()
+        start = _moment(subject.device)
         loss.backward()
-        stop = moment()
+        whole = _between(start, _moment(subject.device))
     finally:
         for handle in handles:
             handle.remove()
-    begin, end = start(), stop()
     buckets = []
     for size, parameters in subject.gradients.contents():
-        last = max((arrived[id(each)]() for each in parameters if id(each) in arrived), default=end)
-        buckets.append(Bucket(size, min(1.0, max(0.0, (last - begin) / max(end - begin, 1e-12)))))
+        last = max((_between(start, arrived[id(each)]) for each in parameters if id(each) in arrived), default=whole)
+        buckets.append(Bucket(size, min(1.0, max(0.0, last / max(whole, 1e-12)))))
     return tuple(buckets)
 
 
-def _moments(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """A function that records a moment of the device, and returns how to read it when the device is done."""
+def _moment(device: torch.device) -> Any:
+    """A moment of the device, which has not to be waited for."""
     if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-        def note() -> Callable[[], float]:
-            now = time.perf_counter()
-            return lambda: now
 
-        return note
-    first = torch.cuda.Event(enable_timing=True)
-    first.record()
-
-    def record() -> Callable[[], float]:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-
-        def seconds() -> float:
-            event.synchronize()
-            return float(first.elapsed_time(event)) / 1e3
-
-        return seconds
-
-    return record
+def _between(first: Any, second: Any) -> float:
+    """Seconds between two moments, when the device is done."""
+    if isinstance(second, float):
+        return second - float(first)
+    second.synchronize()
+    return float(first.elapsed_time(second)) / 1e3
 
 
 # Memory

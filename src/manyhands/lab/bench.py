@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyhands import tree
+from manyhands.book.vocabulary import as_number
 from manyhands.device import Device
 from manyhands.errors import ResultsDiffer
 from manyhands.lab.finding import Times, Trial
 from manyhands.lab.operations import Operations, operations_of
+from manyhands.training.data.sources import as_numpy
 
 _LONG_ENOUGH = 5e-3  # seconds: shorter calls are timed several in a row
 _MOST_CALLS = 1000
@@ -28,17 +30,9 @@ class Bench:
     """
 
     def __init__(
-        self,
-        mh: Any,
-        framework: str,
-        *,
-        quick: bool = False,
-        real_gpus: int = 0,
-        most_devices: int = 1,
-        apart: bool = False,
+        self, mh: Any, framework: str, *, quick: bool, real_gpus: int = 0, most_devices: int = 1, apart: bool = False
     ) -> None:
-        self.mh, self.framework, self.quick = mh, framework, quick
-        self.real_gpus = real_gpus
+        self.mh, self.framework, self.quick, self.real_gpus = mh, framework, quick, real_gpus
         self.virtual: list[str] = []  # the names of the virtual devices that were used
         self.recorded: list[Trial] = []
         self._most, self._apart, self._virtual_devices = most_devices, apart, list[Any]()
@@ -65,8 +59,11 @@ class Bench:
         first = 1 if self._apart else 0
         if not self._virtual_devices:
             self._virtual_devices = list(self.mh.virtual_devices(self._most + first))
-        self.virtual = [str(Device("virtual", first + index)) for index in range(max(count, len(self.virtual)))]
+        self._mark_virtual(first, count)
         return self._virtual_devices[first : first + count]
+
+    def _mark_virtual(self, first: int, count: int) -> None:
+        self.virtual = [str(Device("virtual", first + index)) for index in range(max(count, len(self.virtual)))]
 
     def for_trainer(self, count: int) -> Any:
         """This many devices, in the form that ``mh.Trainer(devices=...)`` takes: GPUs, or virtual CPU devices.
@@ -78,7 +75,7 @@ class Bench:
         if self.framework != "torch":
             return self.devices(self._most)[:count]
         # PyTorch's trainer starts a process for each device, and uses no virtual devices of this process.
-        self.virtual = [str(Device("virtual", index)) for index in range(max(count, len(self.virtual)))]
+        self._mark_virtual(0, count)
         return "cpu" if count == 1 else f"cpu:{count}"
 
     def gpu(self) -> Any | None:
@@ -102,7 +99,7 @@ class Bench:
 
     def number(self, x: Any, index: int = 0) -> float:
         """The number in row 0 and this column of a matrix, on the host: the host waits for it."""
-        return float(self.operations.numpy(x[0, index]).item())
+        return as_number(x[0, index])
 
     # Measuring
 
@@ -118,7 +115,7 @@ class Bench:
         import numpy
 
         values, wanted = (
-            [numpy.asarray(self.operations.numpy(leaf)) for leaf in tree.flatten(each)[0]]
+            [as_numpy(leaf) for leaf in tree.flatten(self.mh.to(each, self.mh.cpu()))[0]]
             for each in (results, expected)
         )
         if [value.shape for value in values] != [value.shape for value in wanted]:

@@ -73,6 +73,12 @@ class Answer:
     plots: Sequence[Plot] = ()
     notes: Sequence[str] = ()
 
+    @classmethod
+    def of(cls, conclusion: str, *shown: Table | Plot, notes: Sequence[str] = ()) -> Answer:
+        """An answer whose tables and plots are given in one row."""
+        tables = [part for part in shown if isinstance(part, Table)]
+        return cls(conclusion, tables, [part for part in shown if isinstance(part, Plot)], notes)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -125,21 +131,20 @@ class Times(dict[str, list[float]]):
 
     def table(self, to: str, title: str = "") -> Table:
         """Each method, its median time with the range, and how many times as fast as ``to`` it is."""
-        rows = [
-            (
-                name,
-                seconds(self.median(name)),
-                f"{seconds(min(spent))} to {seconds(max(spent))}",
-                f"{self.median(to) / self.median(name):.2f}",
-            )
-            for name, spent in self.items()
-        ]
+        rows = []
+        for name, spent in self.items():
+            ends = f"{seconds(min(spent))} to {seconds(max(spent))}"
+            rows.append((name, seconds(self.median(name)), ends, f"{self.median(to) / self.median(name):.2f}"))
         return Table(("method", "median", "range", f"times as fast as {to}"), rows, title)
 
     def bars(self, title: str, bounds: Mapping[str, float] | None = None) -> Plot:
         """A bar for each method, with its trials as dots."""
         series = Series("time", list(self), [self.median(name) for name in self], list(self.values()))
         return Plot("bar", title, [series], bounds=bounds or {})
+
+    def shown(self, title: str, to: str, bounds: Mapping[str, float] | None = None) -> tuple[Table, Plot]:
+        """The table and the bars, under one title."""
+        return self.table(to, title), self.bars(title, bounds)
 
 
 class Sweep(dict[Any, Times]):
@@ -150,21 +155,20 @@ class Sweep(dict[Any, Times]):
 
     def table(self, head: str, title: str, gain: str = "", to: str = "") -> Table:
         """A row for each size: the median of each method and, of the method ``gain``, how many times as fast."""
-        headers = [head, *self.methods(), *([f"times as fast as {to}"] if gain else [])]
-        rows = [
-            [
-                str(size),
-                *(seconds(times.median(name)) for name in times),
-                *([f"{times.median(to) / times.median(gain):.2f}"] if gain else []),
-            ]
-            for size, times in self.items()
-        ]
-        return Table(headers, rows, title)
+        rows = [[str(size), *(seconds(times.median(name)) for name in times)] for size, times in self.items()]
+        if gain:
+            for row, times in zip(rows, self.values(), strict=True):
+                row.append(f"{times.median(to) / times.median(gain):.2f}")
+        return Table([head, *self.methods(), *([f"times as fast as {to}"] if gain else [])], rows, title)
 
     def lines(self, title: str, x_label: str) -> Plot:
         """The time of each method by size."""
         lines = [Series(name, list(self), [times.median(name) for times in self.values()]) for name in self.methods()]
         return Plot("line", title, lines, x_label=x_label)
+
+    def shown(self, title: str, head: str, x_label: str, gain: str = "", to: str = "") -> tuple[Table, Plot]:
+        """The table and the lines, under one title."""
+        return self.table(head, title, gain, to), self.lines(title, x_label)
 
     def in_words(self, name: str, to: str, most: float = math.inf) -> str:
         """A sentence: at which sizes a method is clearly faster than another, and at which slower."""

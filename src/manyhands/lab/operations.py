@@ -11,16 +11,14 @@ from typing import Any
 class Operations:
     """One name for each function in every framework.
 
-    ``tensor`` takes a NumPy array and gives a tensor on the host; ``numpy`` is the reverse, and leaves numbers as they
-    are. ``with_number(x, index, value)`` sets a number in row 0. ``pin`` copies to page-locked memory of the host, or
-    gives None if the framework has no such memory.
+    ``tensor`` takes a NumPy array and gives a tensor on the host. ``with_number(x, index, value)`` sets a number in row
+    0. ``pin`` copies to page-locked memory of the host, or gives None if the framework has no such memory.
     """
 
     matmul: Callable[[Any, Any], Any]
     norm: Callable[[Any], Any]
     transpose: Callable[[Any], Any]
     tensor: Callable[[Any], Any]
-    numpy: Callable[[Any], Any]
     with_number: Callable[[Any, int, float], Any]
     pin: Callable[[Any], Any] = lambda x: None
 
@@ -39,11 +37,7 @@ def _torch() -> Operations:
 
     from manyhands.backends.torch.devices import matmul
 
-    def numpy(value: Any) -> Any:
-        return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-
-    norm = torch.linalg.vector_norm
-    return Operations(matmul, norm, torch.t, torch.from_numpy, numpy, _set, torch.Tensor.pin_memory)
+    return Operations(matmul, torch.linalg.vector_norm, torch.t, torch.from_numpy, _set, torch.Tensor.pin_memory)
 
 
 def _jax() -> Operations:
@@ -58,7 +52,7 @@ def _jax() -> Operations:
     def with_number(x: Any, index: int, value: float) -> Any:
         return x.at[0, index].set(value)
 
-    return Operations(matmul, jnp.linalg.norm, jnp.transpose, tensor, jax.device_get, with_number)
+    return Operations(matmul, jnp.linalg.norm, jnp.transpose, tensor, with_number)
 
 
 def _tensorflow() -> Operations:
@@ -84,14 +78,11 @@ def _tensorflow() -> Operations:
         with tf.device(cpu()):
             return tf.constant(values)
 
-    def numpy(value: Any) -> Any:
-        return value.numpy() if isinstance(value, (tf.Tensor, tf.Variable)) else value
-
     def with_number(x: Any, index: int, value: float) -> Any:
         return tf.tensor_scatter_nd_update(x, [[0, index]], [value])
 
     matmul, norm, transpose = map(there, (tf.matmul, tf.norm, tf.transpose))
-    return Operations(matmul, norm, transpose, tensor, numpy, there(with_number))
+    return Operations(matmul, norm, transpose, tensor, there(with_number))
 
 
 def _mxnet() -> Operations:
@@ -102,10 +93,7 @@ def _mxnet() -> Operations:
     def tensor(values: Any) -> Any:
         return mx.nd.array(values, ctx=mx.cpu(), dtype=values.dtype)
 
-    def numpy(value: Any) -> Any:
-        return value.asnumpy() if isinstance(value, mx.nd.NDArray) else value
-
     def pin(x: Any) -> Any:
         return x.as_in_context(mx.cpu_pinned(0))
 
-    return Operations(matmul, mx.nd.norm, mx.nd.transpose, tensor, numpy, _set, pin)
+    return Operations(matmul, mx.nd.norm, mx.nd.transpose, tensor, _set, pin)

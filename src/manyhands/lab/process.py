@@ -2,7 +2,7 @@
 
 There are three reasons: virtual devices and the number of threads are fixed when a framework starts, one framework
 takes all of a GPU's memory, and a crash must not stop the other experiments. The child prints its progress and pickles
-its :class:`ExperimentResult` into a file. What it writes to stderr is shown if it ends without a result.
+its :class:`ExperimentResult` into a file. Its last lines are shown if it ends without a result.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from manyhands.errors import ManyhandsError, first_line
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, load
 from manyhands.lab.finding import Answer, Implausible
-from manyhands.lab.report import ExperimentResult, Status, mark_virtual
+from manyhands.lab.report import ExperimentResult, mark_virtual
 from manyhands.placement.moves import VIRTUAL_DEVICES
 
 # A virtual device is one core: otherwise a single device would use all cores, and two could not be faster.
@@ -53,13 +54,15 @@ def run(
     begin = time.perf_counter()
     environment = {name: value for name, value in {**_QUIET, **os.environ}.items() if name != VIRTUAL_DEVICES}
     environment |= _ONE_CORE if experiment.uses_one_core(gpus) else {}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", errors="replace") as errors:
+    settings: dict[str, Any] = {"framework": framework, "quick": quick, "real_gpus": gpus}
+    settings |= {"most_devices": experiment.devices, "apart": experiment.apart}
+    last: deque[str] = deque(maxlen=3)  # what it said
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result"
-        settings = {"experiment": experiment.name, "framework": framework, "quick": quick, "gpus": gpus}
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, json.dumps(settings), str(file)],
+            [sys.executable, "-P", "-m", __name__, experiment.name, json.dumps(settings), str(file)],
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             start_new_session=True,  # a terminal's Ctrl-C reaches only us; we end the child
@@ -67,18 +70,16 @@ def run(
         )
         assert child.stdout is not None
         try:
-            for line in child.stdout:
-                say(line.strip())
+            for line in filter(None, map(str.strip, child.stdout)):
+                last.append(line)
+                say(line)
             child.wait()
         except BaseException:
             os.killpg(child.pid, signal.SIGKILL)  # including the processes that the experiment has started
             child.wait()
             raise
         if file.exists():
-            result: ExperimentResult = pickle.loads(file.read_bytes())
-            return result
-        errors.seek(0)
-        last = [line.strip() for line in errors if line.strip()][-3:]
+            return pickle.loads(file.read_bytes())  # type: ignore[no-any-return]
     why = f"its process ended with status {child.returncode}: {' / '.join(last) or 'it said nothing'}"
     return ExperimentResult.of(experiment, framework, "failed", seconds=time.perf_counter() - begin, why=why)
 
@@ -103,8 +104,7 @@ def _measure(experiment: Experiment, bench: Bench) -> Answer:
 def perform(experiment: Experiment, bench: Bench) -> ExperimentResult:
     """Run the experiment in this process, a second time if its times cannot be true; the result says how it ended."""
     begin = time.perf_counter()
-    status: Status = "done"
-    finding, why = None, ""
+    status, finding, why = "done", None, ""
     try:
         try:
             finding = _measure(experiment, bench)
@@ -117,22 +117,14 @@ def perform(experiment: Experiment, bench: Bench) -> ExperimentResult:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         status, why = "failed", f"{first_line(error)} ({os.path.basename(frame.filename)}:{frame.lineno})"
-    rest: dict[str, Any] = {"finding": finding, "trials": bench.recorded, "virtual": bench.virtual, "why": why}
+    rest = {"finding": finding, "trials": bench.recorded, "virtual": bench.virtual, "why": why}
     return ExperimentResult.of(experiment, bench.framework, status, seconds=time.perf_counter() - begin, **rest)
 
 
-def _child(settings: dict[str, Any], file: Path) -> None:
-    experiment = load(settings["experiment"])
-    bench = Bench(
-        importlib.import_module(f"manyhands.{settings['framework']}"),
-        settings["framework"],
-        quick=settings["quick"],
-        real_gpus=settings["gpus"],
-        most_devices=experiment.devices,
-        apart=experiment.apart,
-    )
-    file.write_bytes(pickle.dumps(perform(experiment, bench)))
+def _child(name: str, settings: dict[str, Any], file: Path) -> None:
+    mh = importlib.import_module(f"manyhands.{settings['framework']}")
+    file.write_bytes(pickle.dumps(perform(load(name), Bench(mh, **settings))))
 
 
 if __name__ == "__main__":
-    _child(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    _child(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))

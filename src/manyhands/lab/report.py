@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import datetime
 import io
-import itertools
 import json
 import math
 import textwrap
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from manyhands.amounts import seconds
 from manyhands.audit.reports.html import page_of
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 3
 
-Status = Literal["done", "not measured", "failed", "interrupted"]
 # Colours that can be told apart without red and green (after Okabe and Ito), on white and on black.
 _COLOURS = ("#2f8fc4", "#d5702a", "#2a9d78", "#b0689c", "#a58a1f", "#7a68b3", "#888888", "#4c5fb0")
 _INK = "#222222"
@@ -52,7 +50,7 @@ class ExperimentResult:
     question: str
     exercise: str
     framework: str
-    status: Status
+    status: str  # done, not measured, failed or interrupted
     seconds: float = 0.0
     finding: Answer | None = None
     trials: Sequence[Trial] = ()
@@ -60,7 +58,7 @@ class ExperimentResult:
     why: str = ""
 
     @classmethod
-    def of(cls, experiment: Experiment, framework: str, status: Status, **rest: Any) -> ExperimentResult:
+    def of(cls, experiment: Experiment, framework: str, status: str, **rest: Any) -> ExperimentResult:
         return cls(experiment.name, experiment.question, experiment.exercise, framework, status, **rest)
 
 
@@ -248,18 +246,16 @@ def _bars(axes: Axes, plot: Plot) -> None:
 
 
 def _lines(axes: Axes, plot: Plot) -> None:
-    for series, colour in zip(plot.series, itertools.cycle(_COLOURS), strict=False):
-        axes.plot(list(series.x), list(series.y), "o-", color=colour, label=series.name)
-    axes.set_xlabel(plot.x_label)
-    axes.set_ylabel("time")
-    axes.set_xscale("log")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_prop_cycle(color=_COLOURS)
+    for series in plot.series:
+        axes.plot(list(series.x), list(series.y), "o-", label=series.name)
+    axes.set(xlabel=plot.x_label, ylabel="time", xscale="log", yscale="log")
     axes.set_xticks(sorted({x for series in plot.series for x in series.x}), minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_minor_formatter(
-        lambda value, _: seconds(value) if high < 100 * low and f"{value:.0e}"[0] in "25" else ""
-    )
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(lambda value, _: seconds(value))
     axes.grid(visible=True, alpha=0.35)

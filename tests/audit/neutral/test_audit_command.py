@@ -157,7 +157,7 @@ def test_an_interrupt_reaches_the_program(tmp_path: Path) -> None:
     [
         ((), "audit needs a program"),
         (("none.py",), "there is no file 'none.py' to audit"),
-        (("--fail-over", "many", "none.py"), "give a part of a step, as 5%"),
+        (("--fail-over", "many", "none.py"), "give a number of zero or more"),
         (("--steps", "0", "none.py"), "a whole number of at least 1"),
         (("--speeds", "p.json", os.devnull), "there is no file"),
         (("--baseline", "none.json", __file__), "No such file"),

@@ -38,14 +38,14 @@ def run(bench: Bench) -> Answer:
         f"All three at once {gain}, compared with one after the other: {times.median(_AT_ONCE) / bound:.2f} times the "
         f"time of the longest of them ({longest}). With copies that hide behind products, the work {hidden}."
     )
-    plots = [
-        times.bars("CPU, device and bus", {f"the longest alone ({longest})": bound}),
-        Plot("timeline", "All three at once", spans=spans),
-        copies.bars("Products on the device, results to the host"),
-    ]
-    tables = [times.table(to=_IN_TURN, title="CPU, device and bus"), copies.table(to=_THEN, title=plots[2].title)]
     shared = "Here the device and the bus are the host's too: three kinds of work share its cores and its memory."
-    return Answer(conclusion, tables, plots, [shared] if bench.virtual else [])
+    return Answer.of(
+        conclusion,
+        *times.shown("CPU, device and bus", _IN_TURN, {f"the longest alone ({longest})": bound}),
+        Plot("timeline", "All three at once", spans=spans),
+        *copies.shown("Products on the device, results to the host", _THEN),
+        notes=[shared] if bench.virtual else [],
+    )
 
 
 def _three(bench: Bench) -> tuple[Times, list[Span]]:

@@ -1,7 +1,4 @@
-"""The CPU against the GPU, by matrix size; and many small products against one large one of the same work.
-
-A GPU has a fixed cost for every operation and for every copy. Small products are not worth that cost.
-"""
+"""The CPU against the GPU, by matrix size; and many small products against one large one of the same work."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Answer, Sweep, Times
+from manyhands.lab.finding import Answer, Plot, Sweep, Table, Times
 
 _TIMES = 64  # 64 products of a quarter of the size are as much work as one
 _CPU, _GPU, _COPIED = "CPU", "GPU", "GPU, with copies there and back"
@@ -30,35 +27,25 @@ def run(bench: Bench) -> Answer:
     if bench.gpu() is None:
         rates = [f"{2e-9 * size**3 / sweep[size].median(_CPU):.3g} GFLOP/s at {size}" for size in (sizes[0], sizes[-1])]
         sentences.append(f"There is no GPU here, so this is the CPU's half: {' and '.join(rates)}.")
-    for name, times in divided.items():
-        sentences.append(f"On the {name}, the work of one product in {_TIMES} small ones {_small(times)}.")
     title = f"One product of {large} x {large}, or {_TIMES} of a quarter of the size, on the"
-    return Answer(
-        " ".join(sentences),
-        [
-            sweep.table("size", "One product by size"),
-            *(times.table(to="one large", title=f"{title} {name}") for name, times in divided.items()),
-        ],
-        [
-            sweep.lines("One product by size", "rows and columns"),
-            *(times.bars(f"{title} {name}") for name, times in divided.items()),
-        ],
-    )
+    parts: list[Table | Plot] = [*sweep.shown("One product by size", "size", "rows and columns")]
+    for name, times in divided.items():
+        small = times.compare(f"{_TIMES} small", to="one large")
+        sentences.append(f"On the {name}, the work of one product in {_TIMES} small ones {small}.")
+        parts += times.shown(f"{title} {name}", "one large")
+    return Answer.of(" ".join(sentences), *parts)
 
 
 def _products(bench: Bench, size: int) -> Times:
     mh, matmul = bench.mh, bench.operations.matmul
     x = bench.random((size, size), mh.cpu())
-
-    def square(x: Any) -> Any:
-        return matmul(x, x)
-
-    methods: dict[str, Any] = {_CPU: lambda: square(x)}
+    methods: dict[str, Any] = {_CPU: lambda: matmul(x, x)}
     if (gpu := bench.gpu()) is not None:
         there = mh.to(x, gpu)
-        methods |= {_GPU: lambda: square(there), _COPIED: lambda: mh.to(square(mh.copy(x, gpu)), mh.cpu())}
+        methods[_GPU] = lambda: matmul(there, there)
+        methods[_COPIED] = lambda: mh.to(matmul(copy := mh.copy(x, gpu), copy), mh.cpu())
         for name, method in methods.items():
-            bench.equal(method(), square(x), tolerance=1e-2, compared=f"{name} and CPU")  # TF32 has 10 bits
+            bench.equal(method(), matmul(x, x), tolerance=1e-2, compared=f"{name} and CPU")  # TF32 has 10 bits
     return bench.trials(methods, {"size": size})
 
 
@@ -72,7 +59,3 @@ def _division(bench: Bench, device: Any, large: int) -> Times:
         f"{_TIMES} small": lambda: [matmul(small, small) for _ in range(_TIMES)],
     }
     return bench.trials(methods, {"large": large, "small": large // 4})
-
-
-def _small(times: Times) -> str:
-    return str(times.compare(f"{_TIMES} small", to="one large"))

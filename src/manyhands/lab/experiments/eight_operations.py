@@ -1,8 +1,4 @@
-"""Eight independent chains of products on one device: as written, as tasks, and planned by ``mh.parallel``.
-
-One product that is too small to fill a device leaves a part of it idle. Whether others can use that part at the same
-time depends on the runtime, and on who issues the work.
-"""
+"""Eight independent chains of products on one device: as written, as tasks, and planned by ``mh.parallel``."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Answer, Sweep, Times
+from manyhands.lab.finding import Answer, Plot, Sweep, Table, Times
 from manyhands.machine import usable_cores
 
 _CHAINS, _LENGTH = 8, 10
@@ -24,7 +20,7 @@ _ALONE, _PLAIN, _TASKS, _PLANNED = "one chain alone", "plain code", "tasks", "mh
 )
 def run(bench: Bench) -> Answer:
     sizes = (32, 128, 256) if bench.quick else (32, 64, 128, 256, 512, 1024)
-    sentences, tables, plots = [], [], []
+    sentences, parts = [], list[Table | Plot]()
     for name, device in (("CPU", bench.mh.cpu()), ("GPU", bench.gpu())):
         if device is None:
             continue
@@ -36,9 +32,8 @@ def run(bench: Bench) -> Answer:
         gains = f"{sweep.in_words(_TASKS, _PLAIN, most)} {sweep.in_words(_PLANNED, _PLAIN)}"
         sentences.append(f"On the {name} the runtime by itself {by_itself}. {gains}")
         title = f"{_CHAINS} chains of {_LENGTH} products on the {name}"
-        tables.append(sweep.table("size", title, gain=_PLANNED, to=_PLAIN))
-        plots.append(sweep.lines(title, "rows and columns"))
-    return Answer(" ".join(sentences), tables, plots)
+        parts += sweep.shown(title, "size", "rows and columns", gain=_PLANNED, to=_PLAIN)
+    return Answer.of(" ".join(sentences), *parts)
 
 
 def _chains(bench: Bench, device: Any, name: str, size: int) -> Times:

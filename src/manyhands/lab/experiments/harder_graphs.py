@@ -1,12 +1,4 @@
-"""Two graphs whose dependencies nobody wants to schedule by hand.
-
-- The book's two-layer MLP on a CPU and two devices: the weights go from the host to both devices, each computes the
-  gradients of its half of the batch, the host adds them up and updates the weights.
-- A wavefront: a tile needs the tile above it and the tile to its left, so the tiles of a diagonal can run at once. The
-  rows alternate between the devices.
-
-``mh.parallel`` gets the plain functions. It must find the operations that can run at once, and give the same results.
-"""
+"""Two graphs whose dependencies nobody wants to schedule by hand: the book's two-layer MLP, and a wavefront."""
 
 from __future__ import annotations
 
@@ -24,6 +16,7 @@ _Graph = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its argume
 
 
 def _mlp(bench: Bench, devices: Sequence[Any]) -> _Graph:
+    """Each device computes the gradients of its half of the batch; the host adds them up and updates the weights."""
     matmul = bench.operations.matmul
     width, host = bench.size(gpu=2048, cpu=384, quick=256), bench.mh.cpu()
 
@@ -45,6 +38,7 @@ def _mlp(bench: Bench, devices: Sequence[Any]) -> _Graph:
 
 
 def _wavefront(bench: Bench, devices: Sequence[Any]) -> _Graph:
+    """A tile needs the tiles above and to its left; the rows alternate between the devices."""
     matmul = bench.operations.matmul
     size, side = bench.size(gpu=1024, cpu=192, quick=160), 6
 

@@ -1,8 +1,4 @@
-"""Two devices against one: fifty products on each, one after the other and at once; and two products, by size.
-
-The work on one device does not depend on the other device, so both can be busy at the same time. But every task has a
-fixed cost: small products gain little from a second device, and large products gain nearly all.
-"""
+"""Two devices against one: fifty products on each, one after the other and at once; and two products, by size."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import EFFICIENCY, Answer, Comparison, Plot, Sweep
+from manyhands.lab.finding import EFFICIENCY, Answer, Plot, Sweep
 from manyhands.schedule.timeline import Span
 
 _PRODUCTS = 50
@@ -68,13 +64,13 @@ def run(bench: Bench) -> Answer:
         begin = min(span.start for span in moments)
         shown += [Span(name, f"{name}: {span.lane}", span.start - begin, span.stop - begin) for span in moments]
     sweep = _by_size(bench)
-    plots = [
-        times.bars(title, {"the slower device alone": times.median(slower)}),
+    compared = f"Both at once {gain}, compared with one after the other."
+    return Answer.of(
+        f"{compared} {sweep.in_words(_TWO, _ONE, most=2)}",
+        *times.shown(title, _IN_TURN, {"the slower device alone": times.median(slower)}),
         Plot("timeline", f"{title}: when each works", spans=shown),
-        sweep.lines("Two products on one device and on two", "rows and columns"),
-    ]
-    tables = [times.table(to=_IN_TURN, title=title), sweep.table("size", "Two products", gain=_TWO, to=_ONE)]
-    return Answer(f"{_conclusion(gain)} {sweep.in_words(_TWO, _ONE, most=2)}", tables, plots)
+        *sweep.shown("Two products on one device and on two", "size", "rows and columns", gain=_TWO, to=_ONE),
+    )
 
 
 def _by_size(bench: Bench) -> Sweep:
@@ -94,9 +90,3 @@ def _by_size(bench: Bench) -> Sweep:
         bench.equal(on_two(), on_one(), tolerance=1e-3)
         sweep[size] = bench.trials({_ONE: on_one, _TWO: on_two}, {"size": size})
     return sweep
-
-
-def _conclusion(gain: Comparison) -> str:
-    if gain.faster:
-        return f"Both at once is {gain.ratio:.2f} times as fast as one after the other, {gain.ratio / 2:.0%} of linear."
-    return f"Both at once {gain}, compared with one after the other."

@@ -1,10 +1,4 @@
-"""A thousand products of 100 x 100, and the norm of each in a log on the host.
-
-Reading a number on the host makes the host wait for the device, so it issues the next product only when the last one is
-done; printing the loss of every minibatch does the same. If the log stays on the device, it takes one wait. In a
-captured graph, the host does not even issue each product. ``manyhands audit`` sees the waits in the same loop, written
-as a program; without a GPU it predicts for one.
-"""
+"""A thousand products of 100 x 100, and the norm of each in a log; what ``manyhands audit`` sees in the same loop."""
 
 from __future__ import annotations
 
@@ -16,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from manyhands.book.vocabulary import as_number
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
 from manyhands.lab.finding import Answer
@@ -25,6 +20,7 @@ _READ, _KEPT, _CAPTURED = "read each norm", "keep the log on the device", "captu
 _PROGRAM = """
 import sys, {framework}
 from manyhands import {framework} as mh
+from manyhands.book.vocabulary import as_number
 from manyhands.lab.operations import operations_of
 import numpy
 
@@ -36,7 +32,7 @@ for product in range(50):
     x = operations.matmul(turn, x)
     norm = operations.norm(x)
     if sys.argv[1] == "read each norm":
-        norm = operations.numpy(norm)
+        norm = as_number(norm)
     log.append(norm)
 """
 
@@ -71,7 +67,7 @@ def run(bench: Bench) -> Answer:
         x, log = start, []
         for _ in range(products):
             x = matmul(turn, x)
-            log.append(float(bench.operations.numpy(norm(x)).item()))  # the host waits for it
+            log.append(as_number(norm(x)))  # the host waits for it
         return log
 
     def keep(part: Callable[[Any], tuple[Any, list[Any]]]) -> Any:
@@ -79,7 +75,7 @@ def run(bench: Bench) -> Answer:
         for _ in range(products // _IN_A_CAPTURE):
             x, norms = part(x)
             log += norms
-        return [float(bench.operations.numpy(each).item()) for each in mh.to(log, mh.cpu(), wait=False).result()]
+        return list(map(as_number, mh.to(log, mh.cpu(), wait=False).result()))
 
     captured = mh.parallel(logged_products, pure=True)
     methods: dict[str, Callable[[], Any]] = {
@@ -97,7 +93,7 @@ def run(bench: Bench) -> Answer:
     conclusion = f"A log that stays on the device {kept}, compared with reading each norm; captured, it {graph}."
     notes = [f"On {mh.device_of(start)}. The captured part, {captured.explain().splitlines()[0]}."]
     notes += [f"manyhands audit, {name}: {_audit(bench, name)}." for name in (_READ, _KEPT)]
-    return Answer(conclusion, [times.table(to=_READ, title=title)], [times.bars(title)], notes)
+    return Answer.of(conclusion, *times.shown(title, _READ), notes=notes)
 
 
 def _audit(bench: Bench, name: str) -> str:

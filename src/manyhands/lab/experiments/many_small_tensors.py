@@ -1,9 +1,4 @@
-"""The same bytes over the bus as one tensor and as thousands; and from pinned and from pageable memory.
-
-Every copy has a fixed cost (a call, a launch, a wait) in addition to the cost of its bytes. Pageable memory has another
-cost: the CPU first copies it into a page-locked buffer. Without a GPU there is no bus: then the experiment shows only
-the CPU's part, copies within the host's memory.
-"""
+"""The same bytes over the bus as one tensor and as thousands; and from pinned and from pageable memory."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from typing import Any
 
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Answer, Sweep
+from manyhands.lab.finding import Answer, Plot, Sweep, Table
 
 _PAGEABLE, _PINNED = "pageable, to the GPU", "pinned, to the GPU"
 
@@ -40,16 +35,15 @@ def run(bench: Bench) -> Answer:
         f"{one_by_one}, the bytes of one tensor take {loss:.3g} times as long in {most:,}. "
         f"{sweep.in_words(in_one_call, one_by_one)}"
     )
-    tables, plots = [sweep.table("tensors", title)], [sweep.lines(title, "tensors")]
+    parts: list[Table | Plot] = [*sweep.shown(title, "tensors", "tensors")]
     notes = [] if gpu else ["There is no GPU here: these are copies within the host's memory."]
     pageable = bench.random((count,), mh.cpu())
     if gpu is not None and (pinned := bench.operations.pin(pageable)) is not None:
         bench.equal(mh.to(pinned, gpu), pageable, compared="pinned and pageable")
         memory = bench.trials({_PAGEABLE: lambda: mh.to(pageable, gpu), _PINNED: lambda: mh.to(pinned, gpu)})
         conclusion += f" From pinned memory the copy {memory.compare(_PINNED, to=_PAGEABLE)}."
-        tables.append(memory.table(to=_PAGEABLE, title="Pageable and pinned memory"))
-        plots.append(memory.bars("Pageable and pinned memory"))
-    return Answer(conclusion, tables, plots, notes)
+        parts += memory.shown("Pageable and pinned memory", _PAGEABLE)
+    return Answer.of(conclusion, *parts, notes=notes)
 
 
 def _methods(bench: Bench, tensors: list[Any]) -> dict[str, Callable[[], list[Any]]]:

@@ -1,8 +1,4 @@
-"""Reading and writing the parameters of a model that is on a device: what each method costs.
-
-A single number costs a round trip between host and device, and so does every tensor that is copied separately.
-Computing on the device costs no round trip at all.
-"""
+"""Reading and writing the parameters of a model that is on a device: what each method costs."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 from manyhands.amounts import count_of
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Answer, Times, seconds
+from manyhands.lab.finding import Answer, Plot, Table, Times, seconds
 
 _NUMBERS, _TENSORS, _AT_ONCE, _HERE = "number by number", "tensor by tensor", "all at once", "computed on the device"
 
@@ -54,15 +50,14 @@ def run(bench: Bench) -> Answer:
         got = methods["read"][name](), methods["write"][name]()
         bench.equal(got, (values, values), compared=f"parameters, {name}")
     count = sum(rows * columns for rows, columns in shapes)
-    tables, plots, sentences = [], [], []
+    sentences, parts = [], list[Table | Plot]()
     for verb in methods:
         times = bench.trials(methods[verb], {"direction": verb, "parameters": count})
         numbers = {name: few if name == _NUMBERS else count for name in times}
         each = Times({name: [spent / numbers[name] for spent in every] for name, every in times.items()})
         best = min((_TENSORS, _AT_ONCE), key=each.median)
         title = f"Time to {verb} one number, of {count_of(count, 'parameter')} in {count_of(len(shapes), 'tensor')}"
-        tables.append(each.table(to=best, title=title))
-        plots.append(each.bars(title))
+        parts += each.shown(title, best)
         sentences.append(
             f"To {verb} number by number costs {seconds(each.median(_NUMBERS))} a number, "
             f"{each.median(_NUMBERS) / each.median(best):,.0f} times as much as in whole tensors ({best})."
@@ -72,4 +67,4 @@ def run(bench: Bench) -> Answer:
         "writing them."
     )
     note = f"Number by number: the first {count_of(few, 'number')} of the first tensor."
-    return Answer(" ".join(sentences), tables, plots, [note])
+    return Answer.of(" ".join(sentences), *parts, notes=[note])

@@ -1,9 +1,4 @@
-"""Training steps with work on the host before each: wait for every step, or let two be in flight.
-
-The host prepares a batch, issues the step, and can prepare the next batch while the device computes. If it reads every
-loss at once, it waits, and then the device waits for the next batch. If it reads the loss of the step before the last,
-both stay busy, and the queue is bounded: it needs memory for two steps, not for all of them.
-"""
+"""Training steps with work on the host before each: wait for every step, or let some be in flight."""
 
 from __future__ import annotations
 
@@ -80,5 +75,4 @@ def run(bench: Bench) -> Answer:
         f"With two steps in flight the loop {gain}, compared with a wait for every step; without any wait it {never}. "
         "The losses are the same to the bit."
     )
-    title = f"{steps} steps"
-    return Answer(conclusion, [times.table(to=_WAIT, title=title)], [times.bars(title, {_HOST: host})])
+    return Answer.of(conclusion, *times.shown(f"{steps} steps", _WAIT, {_HOST: host}))

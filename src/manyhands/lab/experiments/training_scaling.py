@@ -1,9 +1,4 @@
-"""Two nets on Fashion-MNIST on one device, two devices, and so on.
-
-The batch is global: with twice the devices, each gets half of it, and the update stays the same. So accuracy depends
-only on the batch size and the learning rate. The number of devices changes the time: computation is divided, but every
-step adds communication. Small batches mean many steps, and a small net has little computation to divide.
-"""
+"""Two nets on Fashion-MNIST on one device, two devices, and so on, with the same global batch."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from manyhands.amounts import count_of
 from manyhands.book import recipes
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment
-from manyhands.lab.finding import Answer, Plot, Series, Sweep, Times, Trial
+from manyhands.lab.finding import Answer, Sweep, Times, Trial
 from manyhands.training.data import fashion_mnist
 
 
@@ -49,7 +44,8 @@ def run(bench: Bench) -> Answer:
             close = 0.01 if job.model == "lenet" else 0.2
             bench.equal(losses[-1], losses[0], tolerance=close, compared=f"{job} on 1 and {count_of(count, 'device')}")
     notes = [f"Data: {data.source}. {_count(bench, 'lenet')} images in each epoch of LeNet."]
-    sentence = conclusion(sweep)
+    *_, most = sweep.methods()
+    sentence = sweep.in_words(most, "1 device", most=int(most.split()[0]))
     if not bench.quick:  # after three epochs on few images, accuracies teach nothing
         best = max(accuracies, key=lambda job: accuracies[job][0])
         apart = max(max(values) - min(values) for values in accuracies.values())
@@ -57,14 +53,11 @@ def run(bench: Bench) -> Answer:
             f" Accuracies on 1 device and on more are at most {apart:.3f} apart; the best, {accuracies[best][0]:.3f}, "
             f"is that of {best}."
         )
-    lines: dict[str, dict[int, float]] = {}  # at the lowest learning rate
-    for job, times in sweep.items():
-        for devices in times:
-            lines.setdefault(f"{job.model}, {devices}", {}).setdefault(job.batch_size, times.median(devices))
-    series = [Series(name, list(line), list(line.values())) for name, line in lines.items()]
-    plot = Plot("line", "Time of an epoch", series, x_label="batch size")
-    *_, most = sweep.methods()
-    return Answer(sentence, [sweep.table("job", "Time of an epoch", gain=most, to="1 device")], [plot], notes)
+    plots = []
+    for model in dict.fromkeys(job.model for job in sweep):
+        lowest = {job.batch_size: times for job, times in reversed(sweep.items()) if job.model == model}
+        plots.append(Sweep(reversed(lowest.items())).lines(f"Time of an epoch, {model}", "batch size"))
+    return Answer(sentence, [sweep.table("job", "Time of an epoch", gain=most, to="1 device")], plots, notes)
 
 
 def jobs(bench: Bench) -> list[TrainingJob]:
@@ -89,13 +82,3 @@ def _train(bench: Bench, job: TrainingJob, count: int, data: fashion_mnist.Fashi
     settings = {"batch size": job.batch_size, "lr": job.lr, "devices": count, "model": job.model}
     bench.recorded.extend(Trial("epoch", settings, row["seconds"]) for row in rows[1:])
     return rows
-
-
-def conclusion(sweep: Sweep) -> str:
-    """With which jobs the largest number of devices pays."""
-    *_, most = sweep.methods()
-    gains = {job: times.compare(most, to="1 device", most=int(most.split()[0])) for job, times in sweep.items()}
-    pays = [f"{job} ({gain.ratio:.2f} times as fast as one)" for job, gain in gains.items() if gain.faster]
-    lost = [f"{job} ({gain.ratio:.2f})" for job, gain in gains.items() if not gain.faster]
-    parts = [f"{most} pay with {'; '.join(pays)}." if pays else f"{most} do not pay."]
-    return " ".join(parts + ([f"No clear gain with {'; '.join(lost)}."] if lost else []))

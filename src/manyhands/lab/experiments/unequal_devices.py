@@ -1,9 +1,4 @@
-"""A fast and a slow device: equal shares, measured shares, and the slow device left out.
-
-With equal shares the fast device waits for the slow one in every step. ``mh.Step(shares="measured")`` gives each device
-samples in proportion to its speed; every gradient is weighted by its samples, so the update equals that of one device.
-On a machine with a GPU, the two devices are the GPU and the CPU. Elsewhere the second device is made slow.
-"""
+"""A fast and a slow device: equal shares, measured shares, and the slow device left out."""
 
 from __future__ import annotations
 
@@ -60,7 +55,7 @@ def run(bench: Bench) -> Answer:
     slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _EXTRA_PASSES} times."
     beside = "The two devices are the GPU and the CPU, which computes with one thread."
     note = beside if has_gpu else slowed
-    return Answer(conclusion(times, shares), [times.table(to=_EQUAL, title=title)], [times.bars(title)], [note])
+    return Answer.of(conclusion(times, shares), *times.shown(title, _EQUAL), notes=[note])
 
 
 def _slow_down(net: Any, inputs: Any) -> None:
