@@ -65,8 +65,8 @@ def _about(schedule: Schedule) -> list[str]:
     waits = [sum(len(schedule.waits.get(task, ())) for task in numbers) for numbers in lanes]
     used = sum(map(bool, lanes))
     return [
-        f"  {count_of(len(schedule.graph), 'task')}, {count_of(used, 'lane')}, "
-        f"{count_of(schedule.wait_count(), 'wait')} between them",
+        f"  {count_of(len(schedule.graph), 'task')} on {count_of(used, 'lane')} (a lane is a CPU thread or a CUDA "
+        f"stream), {count_of(schedule.wait_count(), 'wait')} between lanes",
         *(
             f"    {lane}: {count_of(len(numbers), 'task')}, {_ms(seconds)} of work, {count_of(count, 'wait')}"
             for lane, numbers, seconds, count in zip(schedule.names(), lanes, work, waits, strict=True)
@@ -84,17 +84,19 @@ def why_not_faster(planned: Plan, schedule: Schedule) -> str:
     if not len(schedule.graph):
         return "why not faster: there is nothing to do"
     if planned.method.is_plain or len(set(schedule.lane_of)) == 1:
-        return f"why not faster: {_why_one_lane(limit, work, len(schedule.graph))}"
+        return f"why not faster: {_why_one_lane(planned, limit, work, len(schedule.graph))}"
     return f"why not faster: {_why_no_more(limit, spent, planned.predicted.get(planned.method), schedule)}"
 
 
-def _why_one_lane(limit: Bounds, work: float, count: int) -> str:
+def _why_one_lane(planned: Plan, limit: Bounds, work: float, count: int) -> str:
     if limit.critical_path >= _NEARLY * work:
         return "its tasks depend on each other: the critical path is nearly all of the work, so lanes cannot help"
     if work / count < _SMALL:
         return f"its operations take {work / count * 1e6:.0f} us on average, about the cost of handing one to a lane"
     if limit.busiest_device >= _NEARLY * work:
         return "each operation alone keeps its device busy, so running several at once saves no time"
+    if planned.predicted and not planned.predicted.keys() & planned.seconds.keys():
+        return "no plan with several lanes was measured: the last lines say why"
     return "lanes were measured, and are not faster on this machine"
 
 
