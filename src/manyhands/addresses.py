@@ -95,11 +95,12 @@ def is_array(value: object) -> bool:
 
 def span_of(array: Any) -> AddressRange | None:
     """The addresses of a NumPy array or a buffer; None if it has no bytes, or is a buffer that cannot be written to."""
-    return _span_of_buffer(array) if isinstance(array, _BUFFERS) else _span_of_array(array)
-
-
-def _span_of_array(array: Any) -> AddressRange | None:
-    """The addresses of a NumPy array, from its first byte to its last; None if it has no bytes."""
+    if isinstance(array, _BUFFERS):
+        with memoryview(array) as view:
+            if view.readonly or not view.nbytes or not view.c_contiguous:
+                return None
+            start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            return AddressRange(start, start + view.nbytes)
     start, size = array.ctypes.data, array.nbytes
     if not size:
         return None
@@ -108,12 +109,3 @@ def _span_of_array(array: Any) -> AddressRange | None:
     reach = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     below, above = sum(step for step in reach if step < 0), sum(step for step in reach if step > 0)
     return AddressRange(start + below, start + above + array.itemsize)
-
-
-def _span_of_buffer(buffer: Any) -> AddressRange | None:
-    """The addresses of a ``bytearray``, ``array`` or ``memoryview``; None if it cannot be written to."""
-    with memoryview(buffer) as view:
-        if view.readonly or not view.nbytes or not view.c_contiguous:
-            return None
-        start = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        return AddressRange(start, start + view.nbytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from support import run_command
 
 from manyhands.cli import main
-from manyhands.errors import EngineError, TaskCancelled
+from manyhands.errors import EngineError
 
 READ_ONCE = ("jax", "tensorflow")  # traced functions: what they read from Python besides their arguments is read once
 
@@ -162,14 +161,6 @@ def test_an_error_is_the_functions_own(mh: Any, native: Any) -> None:
     same(native, fast(x, 1), x * 1.0)
 
 
-def test_an_error_of_the_framework_is_its_own(mh: Any, native: Any) -> None:
-    fast = mh.parallel(lambda x, y: native.product(x, y))
-    with pytest.raises(Exception) as plain:
-        mh.synchronize() or native.values(native.product(square(native, 2), square(native, 3)))
-    with pytest.raises((type(plain.value), ValueError)):  # tf.function knows shapes before it runs
-        native.values(fast(square(native, 2), square(native, 3)))
-
-
 def test_the_result_is_where_plain_execution_puts_it(mh: Any, native: Any, two: list[Any]) -> None:
     def function(x: Any, y: Any) -> dict[str, Any]:
         return {"x": x * 2.0, "y": y * y}
@@ -269,42 +260,6 @@ def test_tasks_take_futures_and_tensors(mh: Any, native: Any) -> None:
         assert both.done()
         same(native, both.result(), native.product(x, x) + x * 2.0)
     same(native, mh.task(native.product)(x, x).result(), native.product(x, x))  # without a scope: a plain call
-
-
-def test_a_synchronous_scope_is_in_the_callers_thread(mh: Any, native: Any) -> None:
-    with mh.parallel(synchronous=True):
-        assert mh.task(threading.get_ident)().result() == threading.get_ident()
-
-
-def test_an_error_surfaces_where_the_result_is_read(mh: Any, native: Any) -> None:
-    def fails(x: Any) -> Any:
-        raise ArithmeticError("on purpose")
-
-    x = square(native)
-    with mh.parallel():
-        bad = mh.task(fails)(x)
-        after = mh.task(native.product)(bad, x)
-        good = mh.task(native.product)(x, x)
-        with pytest.raises(ArithmeticError, match="on purpose"):
-            bad.result()
-        with pytest.raises(TaskCancelled, match="fails"):
-            after.result()
-        same(native, good.result(), native.product(x, x))
-    with pytest.raises(ArithmeticError, match="on purpose"), mh.parallel():
-        mh.task(fails)(x)
-
-
-def test_tasks_that_write_keep_their_order(mh: Any, native: Any) -> None:
-    box = [square(native)]
-
-    def doubled() -> None:
-        box[0] = box[0] * 2.0
-
-    with mh.parallel(threads=3):
-        for _ in range(4):
-            mh.task(doubled, writes=(box,))()
-        late = mh.task(lambda held: held[0] + 0.0)(box)
-        same(native, late.result(), square(native) * 16.0)
 
 
 # The command

@@ -193,7 +193,7 @@ def test_the_peak_moves_with_the_batch_size() -> None:
 def test_the_first_line_says_where_devices_do_not_pay() -> None:
     small = Profile.of(0.0025, 1.7e6, batch_size=64, tensors=8)
     slower = Forecast.of(small, link("pcie3"), [1, 2], assumptions=Assumptions(one_process=True))
-    assert str(slower).splitlines()[0].startswith("2 devices do not pay: 2 devices are slower than one (0.7")
+    assert str(slower).splitlines()[0].startswith("2 devices do not pay: 2 devices give 0.7")
     large = Forecast.of(Profile.of(0.1, 102e6, batch_size=32), link("nvlink"), [1, 8], per_device=True)
     assert str(large).splitlines()[0].startswith("8 devices pay: 7.")
     loses = Forecast.of(Profile.of(0.1, 102e6, batch_size=32), link("ethernet-10g"), [1, 8], per_device=True)

@@ -57,17 +57,6 @@ def test_to_moves_what_is_elsewhere_and_nothing_else(value: Any) -> None:
     assert mh.to(value, GPU1, wait=False).result() is not None
 
 
-@given(trees)
-def test_copy_shares_no_memory(value: Any) -> None:
-    mh, backend = fake()
-    made = mh.copy(value)
-    before, after = _tensors(value), _tensors(made)
-    assert [(t.data, t.device) for t in before] == [(t.data, t.device) for t in after]
-    assert not {id(t) for t in before} & {id(t) for t in after}
-    assert not {id(t.data) for t in before} & {id(t.data) for t in after}
-    assert "move" not in backend.calls
-
-
 def test_one_tensor_stays_one_tensor() -> None:
     mh, backend = fake()
     x = FakeTensor([1])

@@ -90,17 +90,6 @@ def test_threads_are_not_more_than_asked_for() -> None:
 # Order
 
 
-def test_reads_and_writes_of_one_object_keep_their_order() -> None:
-    box: list[int] = []
-    with parallel(threads=4):
-        task(append, writes=(box,))(box, 1)
-        early = task(lambda x: slowly(list(x)))(box)
-        task(append, writes=(box,))(box, 2)
-        late = task(list)(box)
-        assert early.result() == [1]
-        assert late.result() == [1, 2]
-
-
 def test_what_is_known_from_elsewhere_can_be_declared() -> None:
     log: list[int] = []
     with parallel(threads=4):

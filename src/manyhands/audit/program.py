@@ -78,7 +78,11 @@ def run(settings: dict[str, Any], arguments: Sequence[str]) -> int:
     at_step: list[Callable[[int], None]] = []
     recorder = Recorder(speeds=target, on_step=on_step)
     process = os.getpid()
-    os.register_at_fork(before=lambda: _count_fork(recorder, process))
+
+    def count_fork() -> None:
+        recorder.forks += os.getpid() == process
+
+    os.register_at_fork(before=count_fork)
 
     def import_framework(framework: str) -> None:
         recorder.frameworks.add(framework)
@@ -175,11 +179,6 @@ def _more(framework: str) -> Any:
 
 
 # Running the program as Python does
-
-
-def _count_fork(recorder: Recorder, process: int) -> None:
-    if os.getpid() == process:
-        recorder.forks += 1
 
 
 def _write(recorder: Recorder, settings: dict[str, Any], ended: str) -> None:

@@ -43,14 +43,10 @@ def load(path: Path) -> DeviceSpeeds:
     """The speeds in a file that ``manyhands devices --measure --json`` has written."""
     try:
         facts = json.loads(path.read_text())
-    except OSError as error:
-        raise BadSettings(f"--speeds {path}: {error.strerror}") from None
-    except ValueError:
-        raise BadSettings(
-            f"--speeds {path} is not JSON: give what `manyhands devices --measure --json` prints"
-        ) from None
-    if not isinstance(facts, dict):
-        raise BadSettings(f"--speeds {path}: give what `manyhands devices --measure --json` prints")
+        if not isinstance(facts, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise BadSettings(f"--speeds {path} is not of `manyhands devices --measure --json`: {error}") from None
     return _read(facts, str(path))
 
 

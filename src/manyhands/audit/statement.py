@@ -158,7 +158,8 @@ class Statement:
 
     def is_rare(self) -> bool:
         """Whether the line runs only in some steps: below ``if step % 100 == 0``."""
-        return any(map(_is_every_nth, self._around()))
+        tests = (node.test for node in self._around() if isinstance(node, ast.If))
+        return any(isinstance(part, ast.Mod) for test in tests for part in ast.walk(test))
 
     def _around(self) -> Iterator[ast.AST]:
         """Everything that the line's statement is in, innermost first."""
@@ -173,10 +174,6 @@ def name_of(call: ast.Call) -> str:
     return (
         function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
     )
-
-
-def _is_every_nth(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and any(isinstance(part, ast.Mod) for part in ast.walk(node.test))
 
 
 def _counting_target(loop: ast.For | ast.AsyncFor) -> ast.expr | None:

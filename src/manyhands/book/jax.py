@@ -65,37 +65,30 @@ class _Chain(nnx.Module):  # type: ignore[misc]
         return X
 
 
-def _model_function(name: str) -> Callable[..., nnx.Module]:
-    def model(num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
-        """The model with weights drawn from ``rngs``."""
-        rngs = nnx.Rngs(0) if rngs is None else rngs
-        made: models.Models[nnx.Module] = models.Models(
-            convolution=functools.partial(_convolution, rngs=rngs),
-            linear=functools.partial(_linear, rngs=rngs),
-            norm=functools.partial(_normalisation, rngs=rngs),
-            residual=functools.partial(Residual, rngs=rngs),
-            relu=lambda: nnx.relu,
-            pool=lambda: functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2)),
-            average=lambda: _average,
-            flatten=lambda: flatten,
-            chain=lambda layers, size: _Chain(layers),
-        )
-        return made.by_name()[name](num_classes, in_channels)
-
-    return model
+def _model(name: str, num_classes: int = 10, in_channels: int = 1, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
+    """The model with weights drawn from ``rngs``."""
+    drawn = {"rngs": nnx.Rngs(0) if rngs is None else rngs}
+    made: models.Models[nnx.Module] = models.Models(
+        convolution=functools.partial(_convolution, **drawn),
+        linear=functools.partial(_linear, **drawn),
+        norm=functools.partial(_normalisation, **drawn),
+        residual=functools.partial(Residual, **drawn),
+        relu=lambda: nnx.relu,
+        pool=lambda: functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2)),
+        average=lambda: lambda X: X.mean((1, 2), keepdims=True),
+        flatten=lambda: flatten,
+        chain=lambda layers, size: _Chain(layers),
+    )
+    return made.by_name()[name](num_classes, in_channels)
 
 
-MODELS = {name: _model_function(name) for name in recipes.MODELS}
+MODELS = {name: functools.partial(_model, name) for name in recipes.MODELS}
 resnet18, lenet = MODELS["resnet18"], MODELS["lenet"]
 
 
 def flatten(X: jax.Array) -> jax.Array:
     """One row per sample; of images channel after channel, as PyTorch has them in memory."""
     return (jnp.moveaxis(X, -1, 1) if X.ndim > 2 else X).reshape(len(X), -1)
-
-
-def _average(X: jax.Array) -> jax.Array:
-    return X.mean((1, 2), keepdims=True)
 
 
 def _convolution(

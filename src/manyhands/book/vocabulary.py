@@ -32,9 +32,7 @@ class HyperParameters:
     def save_hyperparameters(self, ignore: str | Sequence[str] = ()) -> None:
         """Store the arguments of the calling ``__init__`` as attributes, and all of them in ``hparams``.
 
-        ``*args`` are one tuple under their own name, ``**kwargs`` are stored one by one. Names in ``ignore``, and names
-        that start with ``_``, are left out. What a parent class saved before stays; the same name takes the newer
-        value.
+        Names in ``ignore``, and names that start with ``_``, are left out. What a parent class saved before stays.
         """
         names, extras, keywords, values = inspect.getargvalues(sys._getframe(1))
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
@@ -48,10 +46,9 @@ class HyperParameters:
 
 
 def add_to_class(Class: type) -> Callable[[Member], Member]:
-    """A decorator that makes a function (or a property) a member of a class that exists already.
+    """A decorator that makes a function (or a property) a member of a class, also of its objects.
 
-    Objects made before have it too. Inside, write ``super(Class, self)``: the short ``super()`` only
-    works in the body of a class.
+    Inside, write ``super(Class, self)``: the short ``super()`` only works in the body of a class.
     """
     if not isinstance(Class, type):
         raise TypeError(f"add_to_class wants a class, {Class!r} is {type_in_words(Class)}: write add_to_class(Name)")

@@ -155,12 +155,7 @@ def _losses_in_words(first: Row, losing: Sequence[Row]) -> str:
     counts = ", ".join(str(row.devices) for row in losing)
     words = f"{counts} device{'s' if counts != '1' else ''} do not pay"
     worst = "" if first.worst_term is None else f", {first.worst_term} eats most of the gain"
-    if first.speed_up < 1:
-        detail = (
-            f"{_devices(first.devices)} are slower than {_base(first)} ({first.speed_up:.2f} times its speed{worst})"
-        )
-    else:
-        detail = f"{_devices(first.devices)} give {_times(first)}{worst}"
+    detail = f"{_devices(first.devices)} give {_times(first)}{worst}"
     cure = f"; they pay from batch size {first.pays_from:,} on" if first.pays_from is not None else ""
     return f"{words}: {detail}{cure}"
 

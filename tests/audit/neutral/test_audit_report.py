@@ -275,7 +275,7 @@ def test_sarif_has_a_rule_for_every_kind_and_a_place_for_every_finding(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("no json", "is not JSON"), ("[]", "devices --measure"), ('{"frameworks": []}', "no measured GPU")],
+    [("no json", "is not of `manyhands"), ("[]", "devices --measure"), ('{"frameworks": []}', "no measured GPU")],
 )
 def test_a_bad_profile_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "profile.json"
