@@ -16,8 +16,8 @@ FOLDERS = {
     "backends": (9_455, 9_500),
     "book": (1_555, 1_200),
     "cli": (1_575, 1_400),
-    "forecast": (1_620, 1_500),
-    "lab": (1_850, 1_600),
+    "forecast": (1_615, 1_500),
+    "lab": (1_845, 1_600),
     "parallel": (1_830, 1_900),
     "placement": (700, 900),
     "schedule": (1_380, 1_400),
@@ -30,7 +30,7 @@ CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (4_985, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (40_005, 37_000)  # without the auditor's corpus
+TEST_LINES = (39_990, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

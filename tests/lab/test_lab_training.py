@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 from support import lab_results
 
-from manyhands.lab.experiments import unequal_devices
-from manyhands.lab.finding import Times
-
 Results = dict[str, dict[str, Any]]
 
 
@@ -36,16 +33,3 @@ def test_the_auditor_sees_the_norms_that_are_read(results: Results) -> None:
     assert "read each norm: 50 waits in 50 products" in read
     assert "norm = as_number(norm)" in read
     assert "keep the log on the device: 0 waits" in kept
-
-
-@pytest.mark.parametrize(
-    ("equal", "measured", "alone", "sentence"),
-    [
-        (2.0, 1.0, 0.5, "leave the slow device out"),
-        (2.0, 1.0, 1.5, "is 1.50 times as fast, compared with the fast device alone: measuring them pays"),
-        (2.0, 1.0, 1.0, "it hardly matters"),
-    ],
-)
-def test_each_outcome_of_shares_has_its_sentence(equal: float, measured: float, alone: float, sentence: str) -> None:
-    times = Times({"equal shares": [equal], "measured shares": [measured], "the fast one alone": [alone]})
-    assert sentence in unequal_devices.conclusion(times, [0.7, 0.3])

@@ -111,6 +111,15 @@ def add_option(group: Any, function: Any, name: str, **changed: Any) -> argparse
     return action
 
 
+def add_options(
+    group: Any, function: Any, names: Sequence[str], changed: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Add the options of these names; returns the function's defaults, by the command's names."""
+    actions = {name: add_option(group, function, name, **changed.get(name, {})) for name in names}
+    parameters = inspect.signature(function).parameters
+    return {action.dest: parameters[name].default for name, action in actions.items()}
+
+
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 

@@ -34,8 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "link": {"default": "pcie"},
         "precision": {"choices": ["auto", "fp32", "bf16", "fp64"], "default": "auto"},
     }
-    for name in ("devices", "link", "per_device", "per_node", "precision", "optimizer"):
-        flags.add_option(parser, measured.forecast, name, **changed.get(name, {}))
+    names = ("devices", "link", "per_device", "per_node", "precision", "optimizer")
+    flags.add_options(parser, measured.forecast, names, changed)
 
 
 def run(

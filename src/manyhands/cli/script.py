@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,9 @@ def _module(path: Path) -> Any:
     """Import the script. Its definitions are pickled by value, because workers cannot import it."""
     sys.path.insert(0, str(path.parent.resolve()))
     name = f"manyhands_script_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = str(path)
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
     if importlib.util.find_spec("cloudpickle"):  # comes with the frameworks that have worker processes
         import cloudpickle
 

@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +70,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="folder with the four IDX files; default: $MANYHANDS_DATA, the user cache, a download, else the "
         "small subset",
     )
-    defaults = _add_options(group, BaseTrainer, _TRAINER)
+    defaults = flags.add_options(group, BaseTrainer, _TRAINER, _KEYWORDS)
     # How a run is trained. A resumed run keeps all of these unless the user sets them again.
     always = {"devices": "all", "data": None} | {name: defaults[name] for name in ("seed", "precision")}
     for title, (topic, names) in _TOPICS.items():
-        always |= _add_options(parser.add_argument_group(title), topic, names)
+        always |= flags.add_options(parser.add_argument_group(title), topic, names, _KEYWORDS)
     parser.set_defaults(always=always, run_command=run)
-
-
-def _add_options(group: Any, function: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Add the options of these names; returns the library's defaults, by the command's names."""
-    actions = {name: flags.add_option(group, function, name, **_KEYWORDS.get(name, {})) for name in names}
-    parameters = inspect.signature(function).parameters
-    return {action.dest: parameters[name].default for name, action in actions.items()}
 
 
 def run(options: argparse.Namespace) -> int:

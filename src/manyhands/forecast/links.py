@@ -59,8 +59,7 @@ class Link:
         return across if self.per_node == 1 else min(inside_node, across)
 
     def as_dict(self) -> dict[str, Any]:
-        network = None if self.network is None else self.network.as_dict()
-        return {"schema": SCHEMA, **asdict(self), "network": network}
+        return {"schema": SCHEMA, **asdict(self)}
 
     def __str__(self) -> str:
         inside = min(self.per_node, self.bandwidths[-1][0])

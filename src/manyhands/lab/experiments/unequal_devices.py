@@ -55,7 +55,13 @@ def run(bench: Bench) -> Answer:
     slowed = f"No GPU here: the second device is made slow. It computes each forward pass {1 + _EXTRA_PASSES} times."
     beside = "The two devices are the GPU and the CPU, which computes with one thread."
     note = beside if has_gpu else slowed
-    return Answer.of(conclusion(times, shares), *times.shown(title, _EQUAL), notes=[note])
+    shared, two = times.compare(_MEASURED, to=_EQUAL), times.compare(_MEASURED, to=_ALONE, most=2)
+    advice = "measuring them pays" if two.faster else "leave the slow device out" if two.slower else "it hardly matters"
+    conclusion = (
+        f"Two devices with measured shares ({shares[0]:.0%} for the fast one): an epoch {shared}, compared with equal "
+        f"shares, and {two}, compared with the fast device alone: {advice}."
+    )
+    return Answer.of(conclusion, *times.shown(title, _EQUAL), notes=[note])
 
 
 def _slow_down(net: Any, inputs: Any) -> None:
@@ -66,14 +72,3 @@ def _slow_down(net: Any, inputs: Any) -> None:
         with torch.no_grad():
             for _ in range(_EXTRA_PASSES):
                 net.forward(*inputs)
-
-
-def conclusion(times: Times, shares: list[float]) -> str:
-    """The measured shares, and which of the three pays."""
-    shared = times.compare(_MEASURED, to=_EQUAL)
-    two = times.compare(_MEASURED, to=_ALONE, most=2)
-    advice = "measuring them pays" if two.faster else "leave the slow device out" if two.slower else "it hardly matters"
-    return (
-        f"Two devices with measured shares ({shares[0]:.0%} for the fast one): an epoch {shared}, compared with equal "
-        f"shares, and {two}, compared with the fast device alone: {advice}."
-    )
