@@ -30,14 +30,17 @@ endif
 %-mxnet: export OPENBLAS_NUM_THREADS := 1
 %-tensorflow: export TF_CPP_MIN_LOG_LEVEL := 3
 
-# A test compiles a small program and runs it a few times: optimising its machine code takes longer than it saves.
-%-jax: export XLA_FLAGS := --xla_backend_optimization_level=0
+# A test compiles a small program and runs it a few times: fast machine code takes longer to make than it saves.
+%-jax: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 
-# Two suites run at a time: a thread that waits for others leaves its core to the other suite.
+# Suites run side by side, one more than there are cores: tests often wait for other processes.
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+
+# A thread that waits for others leaves its core to another suite.
 test-%: export OMP_WAIT_POLICY := passive
 test-training-%: export OMP_NUM_THREADS := 1
 
-# The longest first: where two suites run at a time, none of them is left alone at the end.
+# The longest first: none of them is left alone at the end.
 SUITES := test-backends-torch test-training-own-tensorflow test-training-own-jax test-training-own-torch-s-z \
 	test-training-contract-jax test-training-own-torch-a-r test-training-contract-tensorflow test-core test-backends-tensorflow \
 	test-training-contract-torch test-training-own-mxnet test-backends-jax test-examples test-backends-mxnet test-audit-torch \
@@ -52,8 +55,9 @@ run: $(VENVS)/torch/.ready
 	$(TORCH)/manyhands train
 
 # The environments first: make comes back to suites that had to wait for one only after all others, and these are the longest.
-test: environments
-	@$(MAKE) --no-print-directory everything
+test:
+	@$(MAKE) --no-print-directory --jobs $(JOBS) environments
+	@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target everything
 
 environments: $(patsubst %,$(VENVS)/%/.ready,$(HERE) docs)
 
