@@ -123,7 +123,7 @@ def sleepy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_slow_steps_are_no_hang() -> None:
-    fit(mlp(), vectors(32), ranks=2, loss=sleepy, max_epochs=1, workers=Workers(per_device=2, hang_seconds=1))
+    fit(mlp(), vectors(16), ranks=2, loss=sleepy, max_epochs=1, workers=Workers(per_device=2, hang_seconds=1))
 
 
 def test_an_interrupted_start_leaves_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
