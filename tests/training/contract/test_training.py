@@ -93,7 +93,7 @@ def test_a_seed_gives_the_same_training_again(bench: Bench) -> None:
 
 
 def test_no_pass_is_made_before_the_first_step(bench: Bench) -> None:
-    """On one device: neither to look at labels nor to try the loss."""
+    """Over training data, on one device: neither to look at labels nor to try the loss."""
     how = {"quiet": True, "precision": "fp32", **bench.on(1)}
     net = bench.recipes.model("mlp", 0)
     bench.mh.Trainer(1, **how).fit(net, bench.data(samples=16))  # layers that have seen no sample get their shapes
@@ -105,7 +105,7 @@ def test_no_pass_is_made_before_the_first_step(bench: Bench) -> None:
     for options in ({}, {"loss": lambda *_: calls.append("loss")}):
         calls.clear()
         with pytest.raises(Stopped, match=r"^0$"):
-            bench.mh.Trainer(1, schedule=first_step, **how, **options).fit(model, bench.data(samples=16))
+            bench.mh.Trainer(1, schedule=first_step, **how, **options).fit(model, bench.data(samples=16)[0])
 
 
 # Stop and go on

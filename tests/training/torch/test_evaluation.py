@@ -304,6 +304,55 @@ class Ranks(torch.nn.Module):
         return {"best": best, "right": best == labels, "batch": torch.full_like(best, batch_idx)}
 
 
+class Validates(torch.nn.Module):
+    """Draws random numbers and counts in its steps; validation fails where a batch has no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = torch.nn.Linear(4, 2), torch.nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.layer(self.drop(batch[0])), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.validated.append(batch_idx)
+        self.seen.add_(torch.rand(()))
+        return torch.nn.functional.cross_entropy(self.layer(x), y)
+
+
+class Tensors(TensorDataset):
+    """A dataset of our own: its samples are read one by one."""
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu:2"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_validation_data_that_fail_are_found_before_the_first_step(devices: str, workers: int) -> None:
+    class Fails(Validates):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise AssertionError("a step was made")
+
+    bad = DataLoader(Tensors(X), batch_size=100, num_workers=workers)
+    with pytest.raises(Exception, match="not enough values to unpack"):
+        quiet(devices=devices).fit(Fails(), DataLoader(TensorDataset(X, Y), batch_size=100), bad)
+
+
+def test_trying_validation_data_changes_nothing() -> None:
+    """An epoch with validation data gives the weights of one without; the model has seen each batch once."""
+    data, validated = DataLoader(TensorDataset(X, Y), batch_size=100), []
+    weights = []
+    for validation in (None, Tensors(X[:250], Y[:250])):
+        torch.manual_seed(0)
+        model = Validates()
+        quiet().fit(model, data, None if validation is None else DataLoader(validation, batch_size=100))
+        weights.append(model.layer.weight.detach().clone())
+        validated.append(model.validated)
+    assert torch.equal(*weights)
+    assert validated == [[], [0, 1, 2]]
+
+
 def test_predict_calls_a_predict_step_of_the_models_own() -> None:
     model, data = Ranks(), DataLoader(TensorDataset(X, Y), batch_size=100)
     best = model.layer(X).argmax(1)

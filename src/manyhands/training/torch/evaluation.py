@@ -142,6 +142,32 @@ class Evaluation:
         self._sums.add(both.total, correct, size, 0, weight=1 / size)
         return pair
 
+    def try_first_batch(self) -> None:
+        """Evaluate the first batch and forget it: what would fail after the first epoch fails before it.
+
+        A copy of the model that shares its weights computes, so nothing that the job has changes. A loader with its
+        own order is not read; a model that is compiled, that plots or that cannot be copied is not tried.
+        """
+        data, device = self.data, self.world.device
+        compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
+        if compiled or isinstance(data, Stream) or hasattr(self.model, "plot"):
+            return
+        try:
+            weights = {id(weight): weight for weight in self.model.parameters()}
+            model, objective = copy.deepcopy((self.model, self.objective), weights)
+        except Exception:  # whatever a part of it raises
+            return
+        size = min(whole_size(data, self.batch_size), data.count)
+        if isinstance(data, Samples) and data.workers:  # read there: a file that is open here would be shared with them
+            one = dataclasses.replace(data, workers=1, options={**data.options, "persistent_workers": False}, look=None)
+            batch = next(one.batches([np.arange(size)], seed=0, draws=0))
+        else:
+            batch = data.few(size)
+        batch = map_tensors(lambda tensor: tensor.to(device), batch)
+        trial = Evaluation(model, self.world, self.number_format, size, data, objective)
+        with randomness.preserve(device), torch.no_grad(), evaluation_mode(model):
+            trial._measure((batch, 0), size)
+
     @torch.no_grad()
     def predict(self, inputs: ModelInputs | None, alive: Callable[[], None], take: Take) -> None:
         """The model's outputs for all samples, or what its ``predict_step`` returns."""

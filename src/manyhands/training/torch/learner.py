@@ -23,6 +23,7 @@ from manyhands.training.running_sums import Totals
 from manyhands.training.torch.data import feed
 from manyhands.training.torch.data.batches import Shard
 from manyhands.training.torch.data.feed import Division
+from manyhands.training.torch.data.sources import Source
 from manyhands.training.torch.evaluation import Evaluation
 from manyhands.training.torch.job import Job, NumberFormat, number_format_for
 from manyhands.training.torch.objective import OwnStep, makes_updates, place
@@ -85,6 +86,8 @@ class Rank:
             self.feed = self._feed(job, world)
             self.data = self.feed.data
             self.test = feed.resident(job.test, world.device) if job.test is not None else None
+            if self.test is not None and world.first and not self.sharded and job.resume is None:
+                self._new_evaluation(self.test).try_first_batch()
             self.steps = RankSteps(self)
         except BaseException:
             self.rates.close()  # a job that is refused leaves the caller's scheduler alone
@@ -167,12 +170,13 @@ class Rank:
             return None
         if self._evaluation is None:
             recorder = None if self.sharded else self.steps.recorder
-            size = self.settings.batch_size
-            self._evaluation = Evaluation(
-                self.model, self.world, self.number_format, size, self.test, self.objective, recorder
-            )
+            self._evaluation = self._new_evaluation(self.test, recorder)
         with self.replicas.with_whole_weights():
             return self._evaluation.evaluate(alive, take)
+
+    def _new_evaluation(self, data: Source, *recorder: Any) -> Evaluation:
+        size = self.settings.batch_size
+        return Evaluation(self.model, self.world, self.number_format, size, data, self.objective, *recorder)
 
     def why_no_numbers(self) -> str | None:
         """Why steps make no progress, where a part of the step knows."""
