@@ -12,7 +12,7 @@ PACKAGE = Path(manyhands.__file__).parent
 TESTS = Path(__file__).parent
 # By folder: lines that it may have, and the aim for later work. Words are the files beside the folders.
 FOLDERS = {
-    "audit": (3_570, 3_500),
+    "audit": (3_550, 3_500),
     "backends": (9_455, 9_500),
     "book": (1_555, 1_200),
     "cli": (1_575, 1_400),
@@ -30,7 +30,7 @@ CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (4_985, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (40_040, 37_000)  # without the auditor's corpus
+TEST_LINES = (39_970, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

@@ -45,6 +45,7 @@ _SIZES = {
     "repeat_interleave": "give output_size=..., where the sum of the repeats is known",
     "one_hot": "give the number of classes: one_hot(..., num_classes=...)",
 }
+_BARRIER = "remove this line: collectives wait for each other anyway"
 _UNCHECKED = ("cholesky", "inv", "solve")
 _REPORTS = ("print", "log", "log_dict", "log_metrics", "info", "debug", "write", "add_scalar", "add_scalars")
 _READS = ("item", "tolist", "asscalar")
@@ -326,11 +327,6 @@ def _without_blocking(line: Statement, copies: list[ast.Call]) -> str:
     return line.with_edits(*edits)
 
 
-def _blocking_call(wait: _CurableWait, line: Statement) -> str | None:
-    copies = _copies(line)
-    return _without_blocking(line, copies) if copies else None
-
-
 # Everything else
 
 
@@ -356,16 +352,8 @@ def _synchronize(wait: _CurableWait, line: Statement) -> str | None:
     return line.with_edits(*edits) if edits else None
 
 
-def _shape(wait: _CurableWait, line: Statement) -> str | None:
-    return _SIZES.get(wait.name)
-
-
 def _check(wait: _CurableWait, line: Statement) -> str | None:
     return None if wait.name in _UNCHECKED else "there is no variant that skips the check: call it less often"
-
-
-def _collective(wait: _CurableWait, line: Statement) -> str | None:
-    return "remove this line: collectives wait for each other anyway" if wait.name == "barrier" else None
 
 
 _MAKERS: dict[Kind, Callable[[_CurableWait, Statement], str | None]] = {
@@ -373,10 +361,10 @@ _MAKERS: dict[Kind, Callable[[_CurableWait, Statement], str | None]] = {
     Kind.PRINT: _rarely,
     Kind.TO_HOST: _to_host,
     Kind.TO_DEVICE: _to_device,
-    Kind.BLOCKING: _blocking_call,
+    Kind.BLOCKING: lambda wait, line: _without_blocking(line, copies) if (copies := _copies(line)) else None,
     Kind.DATA: _data,
     Kind.SYNCHRONIZE: _synchronize,
-    Kind.SHAPE: _shape,
+    Kind.SHAPE: lambda wait, line: _SIZES.get(wait.name),
     Kind.CHECK: _check,
-    Kind.COLLECTIVE: _collective,
+    Kind.COLLECTIVE: lambda wait, line: _BARRIER if wait.name == "barrier" else None,
 }

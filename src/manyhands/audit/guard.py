@@ -48,7 +48,8 @@ class Seen:
 
     def look(self, *, ask: bool = True) -> None:
         """Look whether there is something to wait for, where nothing was seen; ``ask``: raise where there is not."""
-        self._watches = self._watches or bool(self._counts or self.allowed) or is_there_a_device()
+        self._watches = self._watches or bool(self._counts or self.allowed)
+        self._watches = self._watches or any(hooks.installation.has_device() for hooks in _hooks())
         if ask and not self._watches:
             raise _SkipsTest
 
@@ -97,7 +98,9 @@ def guard(mode: Mode = "count") -> Iterator[Seen]:
     """
     if mode not in ("forbid", "warn", "count"):
         raise BadSettings(f"guard({mode!r}): give 'forbid', 'warn' or 'count'")
-    install_hooks()
+    name_callers_in_warnings()
+    for hooks in _hooks():
+        hooks.install()
     seen = Seen(mode)
     try:
         seen.look(ask=mode != "count")
@@ -123,18 +126,7 @@ def assert_no_stalls() -> Iterator[Seen]:
         raise HiddenWait(f"the host waited {count_of(len(seen), 'time')}:\n{seen}")
 
 
-def install_hooks() -> None:
-    """Hook the frameworks that are imported."""
-    name_callers_in_warnings()
-    for hooks in _hooks():
-        hooks.install()
-
-
-def is_there_a_device() -> bool:
-    """Whether a framework that is imported has a device, or a virtual one, that the host could wait for."""
-    return any(hooks.installation.has_device() for hooks in _hooks())
-
-
 def _hooks() -> list[Any]:
+    """The hooks of the frameworks that are imported."""
     imported = [framework for framework in FRAMEWORKS if framework in sys.modules]
     return [importlib.import_module(f"manyhands.audit.{framework}.hooks") for framework in imported]

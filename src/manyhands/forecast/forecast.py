@@ -165,11 +165,7 @@ def _devices(count: int) -> str:
 
 
 def _times(row: Row) -> str:
-    return f"{row.speed_up:.3g} times the speed of {_base(row)}"
-
-
-def _base(row: Row) -> str:
-    return "one" if row.base == 1 else str(row.base)
+    return f"{row.speed_up:.3g} times the speed of {'one' if row.base == 1 else row.base}"
 
 
 def _time_cells(row: Row) -> dict[str, str]:

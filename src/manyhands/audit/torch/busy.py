@@ -137,10 +137,7 @@ def busy_seconds(spans: Any) -> float:
 @contextmanager
 def predict_times(recorder: Recorder, speeds: DeviceSpeeds) -> Iterator[None]:
     """Record what is launched on the virtual device that stands in for a GPU."""
-
-    def note_launch(*operation: Any) -> None:
-        _launch(recorder, speeds, *operation)
-
+    note_launch = functools.partial(_launch, recorder, speeds)
     virtual.observers.append(note_launch)
     try:
         yield
