@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from manyhands.errors import BadSettings, LossIsNotANumber
+from manyhands.errors import BadSettings
 from manyhands.placement.moves import Placement
 from manyhands.training import devices as device_choice
 from manyhands.training import launcher, options, refusals, schedules, stopping
@@ -26,12 +26,10 @@ from manyhands.training.callbacks.loggers import Logger
 from manyhands.training.checkpoints.run_folder import RunPlan, checkpoint_to_resume, plan_run
 from manyhands.training.data import loader_batches, roles
 from manyhands.training.data.loader_batches import as_number, first_batches
-from manyhands.training.data.sources import not_finite
 from manyhands.training.evaluation.evaluating import Evaluating
 from manyhands.training.loss import own_step
 from manyhands.training.options import ENDLESS, BatchStats, Checkpoints, Limits, Precision, Settings, Step, Workers
 from manyhands.training.result import Result
-from manyhands.training.running_sums import NAN_HINT
 from manyhands.training.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -109,7 +107,6 @@ class BaseTrainer(Evaluating):
     loss_kinds: ClassVar[tuple[type, ...]] = ()  # of losses, besides functions
     losses_by_name: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     searches_batch_size: ClassVar[bool] = False
-    tries_devices_alone: ClassVar[bool] = False  # the search tries each device with its own shard, one after the other
 
     @refusals.explain_mistakes(too_many="Trainer takes max_epochs, num_gpus and gradient_clip_val; all others by name")
     def __init__(
@@ -141,7 +138,9 @@ class BaseTrainer(Evaluating):
         self.max_epochs = self._resolved_epochs(max_epochs)
         self._check_topics()
         if devices is not None:
-            self._choose_devices(devices)
+            choice = device_choice.resolve(devices, self.backend, self._virtual_cpus)
+            vars(self).update(choice.options, devices=choice.devices)
+            self._device_note = choice.note
         self.loss = own_step.resolve_loss(loss, self.losses_by_name, self.loss_kinds)
         self.schedule = self._as_schedule(schedule)
         schedules.check_option(self.schedule, schedulers=self.takes_schedulers)
@@ -159,12 +158,6 @@ class BaseTrainer(Evaluating):
         self.gpus = [native for native in self._natives() if self.backend.neutral(native).kind != "cpu"]
         if num_gpus not in (None, 0, len(self.gpus)):
             raise BadSettings(f"num_gpus={num_gpus} and devices={devices!r}: give one of the two options")
-
-    def _choose_devices(self, devices: Any) -> None:
-        """Turn ``devices`` into a list of devices, and into the options that create them."""
-        choice = device_choice.resolve(devices, self.backend, self._virtual_cpus)
-        vars(self).update(choice.options, devices=choice.devices)
-        self._device_note = choice.note
 
     def _as_schedule(self, schedule: Any) -> Any:
         """The schedule, where the framework has other forms of it."""
@@ -251,6 +244,8 @@ class BaseTrainer(Evaluating):
         only the training metrics are known. They may also be given as one: ``fit(model, (train, validation))``, or an
         object with ``train_dataloader`` and ``val_dataloader``.
         """
+        from manyhands.training.callbacks.events import Dispatcher
+
         roles.check_order("fit", model, data)
         self._check_step(model)
         self.train_source, self.test_source = self._sources(data, validation)
@@ -267,14 +262,11 @@ class BaseTrainer(Evaluating):
                 run.check()
             resume = checkpoint_to_resume(self.options.resume, run)  # it is sent to the other processes
         title = self.run_config.get("train", {}).get("model") or type(model).__name__
-        with stopping.record_signals(), self._dispatcher(settings, run, title) as dispatcher:
-            try:
-                result = self._train(model, settings, dispatcher, run=run, resume=resume)
-            except LossIsNotANumber as error:
-                words = not_finite(self.train_source)
-                if words is None:
-                    raise
-                raise LossIsNotANumber(f"{str(error).removesuffix(NAN_HINT)}{words}") from error
+        first, path = launcher.is_first(), None if run is None else run.path
+        quiet = self.options.quiet or not first
+        called = Dispatcher(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
+        with stopping.record_signals(), called as dispatcher:
+            result = self._train(model, settings, dispatcher, run=run, resume=resume)
             result.run = str(run.path) if run else None
             result.notes += [] if self._device_note is None else [self._device_note]
             self.result = result
@@ -311,8 +303,8 @@ class BaseTrainer(Evaluating):
 
         return batch_size_search.find(self, model, maximum, of)
 
-    def _trial(self, devices: Sequence[Any]) -> AbstractContextManager[None]:
-        """Within it a trial is made on these devices."""
+    def _trial(self) -> AbstractContextManager[None]:
+        """Within it a trial is made."""
         return contextlib.nullcontext()
 
     def _copies_of(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -322,13 +314,6 @@ class BaseTrainer(Evaluating):
     def _is_out_of_memory(self, error: Exception) -> bool:
         """Whether a framework's error says that a device has no memory left."""
         return False
-
-    def _dispatcher(self, settings: Settings, run: RunPlan | None, title: str) -> Dispatcher:
-        from manyhands.training.callbacks.events import Dispatcher
-
-        first, path = launcher.is_first(), None if run is None else run.path
-        quiet = self.options.quiet or not first
-        return Dispatcher(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
 
     def _loop(self, learner: Learner, model: Any, settings: Settings, dispatcher: Dispatcher, **files: Any) -> Loop:
         """The loop of a learner in this process; ``files``: the run's folder, and the checkpoint to resume."""
@@ -344,7 +329,10 @@ class BaseTrainer(Evaluating):
         callbacks, metrics = self._callbacks(), self._metrics(model).names
         rates = any(callback.wants_rates for callback in callbacks)
         known = builtin.known_metrics(metrics, validates=self.test_source is not None, rates=rates)
-        builtin.check_monitors(callbacks, known)
+        for each in callbacks:
+            if each.monitored and not builtin.is_known(each.monitored, known):
+                missing = builtin.missing_metric(each.monitored, known)
+                raise BadSettings(f"{type(each).__name__}({each.monitored!r}): {missing}")
 
     def _may_log(self, model: Any) -> bool:
         """Whether the model may log metrics of its own."""
@@ -396,17 +384,13 @@ class BaseTrainer(Evaluating):
         most = as_number(limit, self.train_source, settings.batch_size, option)
         return dataclasses.replace(settings, step=step, limits=dataclasses.replace(settings.limits, limit_batches=most))
 
-    @property
-    def _in_micro_batches(self) -> bool:
-        step = self.options.step
-        return step.accumulate > 1 or step.micro_batch_size is not None
-
     def _settings_with(self, size: int | None) -> Settings:
         names = {field.name for field in dataclasses.fields(Settings)} - {"batch_size"}
         chosen = {name: getattr(self.options, name) for name in names}
-        if chosen["step"].batch_stats is None:
-            whole = self.default_batch_stats == "global" and not self._in_micro_batches
-            chosen["step"] = dataclasses.replace(chosen["step"], batch_stats="global" if whole else "per_device")
+        if (step := chosen["step"]).batch_stats is None:
+            in_parts = step.accumulate > 1 or step.micro_batch_size is not None
+            whole = self.default_batch_stats == "global" and not in_parts
+            chosen["step"] = dataclasses.replace(step, batch_stats="global" if whole else "per_device")
         if chosen["max_epochs"] is None:
             chosen["max_epochs"] = self._resolved_epochs(None) or ENDLESS
         return Settings(batch_size=DEFAULT_BATCH if size is None else size, **chosen)

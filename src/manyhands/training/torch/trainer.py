@@ -12,8 +12,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -46,8 +45,7 @@ if TYPE_CHECKING:
     from manyhands.training.callbacks.events import Dispatcher
     from manyhands.training.learner import Take
 
-_OF_NCCL = 512 * 2**20  # bytes of a GPU that NCCL takes where there are several
-_NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory")
+_NO_MEMORY = ("DefaultCPUAllocator", "not enough memory", "out of memory", "MemoryError")
 
 
 class Trainer(BaseTrainer):
@@ -136,17 +134,13 @@ class Trainer(BaseTrainer):
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
-                checks.note_sum(job)
                 if (ranks := launcher.size() or len(self.ranks)) > 1 or settings.step.accumulate > 1:
-                    self._check_parts(model, job, ranks)
+                    from manyhands.training.torch.preflight import loss_trial
+
+                    checks.check_gradient_hooks(model)
+                    device = self._launched_device() if launcher.is_launched() else self.ranks[0]
+                    loss_trial.check_loss(model, job, ranks, device)
             return self._fit(job, dispatcher)
-
-    def _check_parts(self, model: torch.nn.Module, job: Job, ranks: int) -> None:
-        """A batch is processed in parts: check that they make the update of the whole."""
-        from manyhands.training.torch.preflight import loss_trial
-
-        checks.check_gradient_hooks(model)
-        loss_trial.check_loss(model, job, ranks, self._launched_device() if launcher.is_launched() else self.ranks[0])
 
     def _launched_device(self) -> torch.device:
         """The device of this rank of a launcher: a GPU where every rank of the machine has its own."""
@@ -166,7 +160,10 @@ class Trainer(BaseTrainer):
             sharding.check(job.settings, job.optimizer, ranks)
         job.settings.check_devices(count)
         if launcher.is_launched():
-            return self._fit_as_rank(job, dispatcher)
+            with self._as_rank(job.settings) as here:
+                result = _fit_here(job, here, dispatcher)
+                result.devices = launcher.device_names("gpu" if here.device.type == "cuda" else "cpu")
+                return result
         if count == 1:
             result = _fit_here(job, world.World(0, 1, ranks[0]), dispatcher)
         else:
@@ -214,21 +211,17 @@ class Trainer(BaseTrainer):
             pool.stop_all()
         return result
 
-    def _fit_as_rank(self, job: Job, dispatcher: Dispatcher) -> Result:
-        """This process is one rank of several, as torchrun's environment says."""
-        with self._as_rank(job.settings, dispatcher.event) as here:
-            result = _fit_here(job, here, dispatcher)
-            result.devices = launcher.device_names("gpu" if here.device.type == "cuda" else "cpu")
-            return result
-
     @contextlib.contextmanager
-    def _as_rank(self, settings: Settings, say: Callable[[dict[str, Any]], Any]) -> Iterator[world.World]:
+    def _as_rank(self, settings: Settings) -> Iterator[world.World]:
         """The world of a launcher, for as long as a job lasts."""
         place = launcher.place()
         device = self._launched_device()
         gpus = 0 if virtual.stands_in() else torch.cuda.device_count()
-        if gpus and device.type == "cpu" and place.rank == 0 and (self.gpus or self.options.devices is None):
-            say({"kind": "warning", "text": _too_few(gpus, place.local_size)})
+        if gpus and device.type == "cpu" and (self.gpus or self.options.devices is None):
+            raise BadSettings(
+                f"{place.local_size} processes on a machine with {count_of(gpus, 'GPU')}, and each needs one: start "
+                f"{gpus} per machine (torchrun --nproc-per-node={gpus}), or give devices=['cpu']"
+            )
         name = "nccl" if device.type == "cuda" else "gloo"
         seconds = world.PATIENCE_UNDER_LAUNCHER * settings.workers.hang_seconds
         here = world.join(place.rank, place.size, device, name, address=None, seconds=seconds)
@@ -247,29 +240,22 @@ class Trainer(BaseTrainer):
     # The search for the largest batch
 
     searches_batch_size: ClassVar[bool] = True
-    tries_devices_alone: ClassVar[bool] = True
 
     @contextlib.contextmanager
-    def _trial(self, devices: Sequence[torch.device]) -> Iterator[None]:
-        """Without what several GPUs need to sum gradients; afterwards random numbers and memory are as before."""
-        device = devices[0]
-        with randomness.preserve(device):
-            reserved = _OF_NCCL if len(self.ranks) > 1 and device.type == "cuda" else 0
-            reserve = torch.empty(reserved, dtype=torch.uint8, device=device if reserved else None)
+    def _trial(self) -> Iterator[None]:
+        """Afterwards random numbers and memory are as before."""
+        with randomness.preserve(self.ranks[0]):
             try:
                 yield
             finally:
-                del reserve
                 gc.collect()
                 torch.cuda.empty_cache()
 
     def _copies_of(self, model: torch.nn.Module, optimizer: Any) -> tuple[Any, Any]:
-        both = (model, optimizer)
-        return copy.deepcopy(both, checks.lazy_buffers(model))
+        return copy.deepcopy((model, optimizer), checks.lazy_buffers(model))
 
     def _is_out_of_memory(self, error: Exception) -> bool:
-        is_full = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
-        return is_full or isinstance(error, torch.OutOfMemoryError)
+        return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
     # Evaluation and prediction
 
@@ -306,7 +292,7 @@ class Trainer(BaseTrainer):
         from manyhands.training.torch import evaluation
 
         if launcher.is_launched():
-            with self._as_rank(job.settings, _warn) as here:
+            with self._as_rank(job.settings) as here:
                 return evaluation.in_process(job, here, take)
         if len(self.ranks) == 1:
             return evaluation.in_process(job, world.World(0, 1, self.ranks[0]), take)
@@ -315,17 +301,6 @@ class Trainer(BaseTrainer):
 
 def _no_optimizer(model: Any) -> Any:
     raise BadSettings("a job that trains nothing has no optimizer")
-
-
-def _warn(event: dict[str, Any]) -> None:
-    warnings.warn(event["text"], stacklevel=2)
-
-
-def _too_few(gpus: int, processes: int) -> str:
-    return (
-        f"{processes} processes on a machine with {count_of(gpus, 'GPU')}: each would need its own, so all "
-        f"compute on the CPU. Start {gpus} per machine (torchrun --nproc-per-node={gpus}), or say devices=['cpu']"
-    )
 
 
 def _fit_here(job: Job, here: world.World, dispatcher: Dispatcher) -> Result:

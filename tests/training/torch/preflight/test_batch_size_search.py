@@ -46,8 +46,13 @@ def test_nothing_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in net.parameters())
-    two = mh.Trainer(devices=["cpu"], workers=mh.Workers(per_device=2), lr=0.1, precision="fp32")
-    assert two.find_batch_size(net, samples, maximum=24) == 24
+
+
+def test_several_devices_share_a_batch() -> None:
+    """For more than 8 samples on one of them the loss needs more memory than there are addresses."""
+    greedy = lambda output, _: (output * torch.ones(2**50 if len(output) > 8 else 1).sum()).mean()  # noqa: E731
+    two = mh.Trainer(devices=["cpu"], workers=mh.Workers(per_device=2), lr=0.1, precision="fp32", loss=greedy)
+    assert two.find_batch_size(torch.nn.Linear(4, 2), data(32), maximum=24) == 16
 
 
 def test_micro_batches_and_what_is_refused() -> None:

@@ -8,13 +8,13 @@ import runpy
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from support import free_port
 
+from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import store
 from manyhands.training.data.fashion_mnist import SUBSET_DIRECTORY
 from manyhands.training.torch.trainer import Trainer
@@ -246,9 +246,7 @@ def test_fewer_gpus_than_processes_are_said(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     data = torch.rand(20, 4), torch.zeros(20, dtype=torch.int64)
-    with pytest.warns(UserWarning, match="2 processes on a machine with 1 GPU.*--nproc-per-node=1"):
-        result = Trainer(1, quiet=True).fit(torch.nn.Linear(4, 2), data)
+    with pytest.raises(BadSettings, match=r"2 processes on a machine with 1 GPU.*--nproc-per-node=1"):
+        Trainer(1, quiet=True).fit(torch.nn.Linear(4, 2), data)
+    result = Trainer(1, devices=["cpu"], quiet=True).fit(torch.nn.Linear(4, 2), data)
     assert result.devices == ["cpu of rank 0"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Trainer(1, devices=["cpu"], quiet=True).fit(torch.nn.Linear(4, 2), data)
