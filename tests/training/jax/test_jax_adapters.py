@@ -71,7 +71,7 @@ def test_a_filter_by_path_and_one_that_picks_nothing() -> None:
     net = Net()
     trained = Skeleton(net, nnx.PathContains("last")).numbers(net)["parameters"]
     assert list(by_name(trained)) == ["last.bias", "last.kernel"]
-    with pytest.raises(BadSettings, match=r"picks no variable of Net, which has Param: give a filter"):
+    with pytest.raises(BadSettings, match=r"picks no variable of the model, which has Param: give a filter"):
         fit(Net(), vectors(), step=Step(wrt=nnx.LoRAParam))
 
 

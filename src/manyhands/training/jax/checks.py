@@ -32,10 +32,7 @@ from manyhands.training.loss.loss_trial import Pass, Term
 
 
 def check_labels(model: nnx.Module, objective: Objective, *sources: Source | None) -> Look | None:
-    """Check that the model has an output for every label: JAX would compute something for any label.
-
-    The objective learns the number of outputs from the first output.
-    """
+    """Check that the model has an output for every label: JAX would compute something for any label."""
     if not isinstance(objective, Supervised) or objective.loss_of(model) is not cross_entropy:
         return None
     objective.labels = labels = ClassLabels(one_hot=True)
@@ -53,10 +50,7 @@ def first_inputs(module: Any, data: Source) -> Arguments:
 
 
 def check_loss(model: nnx.Module, skeleton: Skeleton, objective: Objective, data: Source) -> list[str]:
-    """Refuse a loss that is not a mean over samples; notes if that could not be checked.
-
-    The loss is tried on a copy of the model in evaluation mode: batch statistics and dropout differ between parts.
-    """
+    """Refuse a loss that is not a mean over samples; notes if that could not be checked."""
     numbers = skeleton.numbers(model)
     is_known = isinstance(objective, Supervised) and objective.loss_of(model) is cross_entropy
 

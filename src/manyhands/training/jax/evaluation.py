@@ -7,9 +7,8 @@ count.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,12 +21,12 @@ from manyhands.training.checkpoints import tensors
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window, windows
 from manyhands.training.data.roles import ModelInputs
-from manyhands.training.data.sources import Source, Stream
+from manyhands.training.data.sources import Source, Stream, prepared_by
 from manyhands.training.evaluation.metrics import PendingOutputs, batch_size_for, check_rows, whole_size
 from manyhands.training.jax.objective import Objective, is_dict
 from manyhands.training.jax.skeleton import PARTS, Skeleton, by_name, refill
 from manyhands.training.jax.step import Programs, Resident, State, StepInput, mean_of, sums_of
-from manyhands.training.jax.world import World, rows_of, sent
+from manyhands.training.jax.world import World, sent
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
@@ -42,19 +41,19 @@ class Evaluation:
     data: Source
     is_mean: bool  # whether the loss is known to be a mean over samples, so that it is the same in any batches
     arrays: tuple[jax.Array, ...] | None = None  # the data on the devices, if they live there
-    _under_way: deque[Any] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.world, self.settings, self.rank = self.steps.world, self.steps.settings, self.steps.world.rank
-        self._prepare = prepared_by(self.data)
+        self._prepare = prepared_by(self.data)  # compiled programs are cached by it
 
     def evaluate(self, alive: Callable[[], None], take: Take | None = None) -> Totals:
         """Loss and accuracy."""
         total, outputs = self.world.put_copy(sums_of(Totals())), _outputs(take)
         state, with_outputs = self.state(), take is not None
         for window, rows in self._batches():
+            self.world.make_room()
             total, pair = self.steps.test(state, total, rows, window.size, self._prepare, with_outputs=with_outputs)
-            self._limit_steps_in_flight(total)
+            self.world.started(total)
             outputs.add((pair, window.size))
             alive()
         outputs.finish()
@@ -70,8 +69,9 @@ class Evaluation:
 
         for window, rows in self._batches():
             assert not isinstance(rows, Resident)
+            self.world.make_room()
             output = self.steps.predict(state, rows, window.size, prepare)
-            self._limit_steps_in_flight(output)
+            self.world.started(output)
             outputs.add(((output, None), window.size))
             alive()
         outputs.finish()
@@ -84,29 +84,15 @@ class Evaluation:
         data, batch_size = self.data, self.settings.batch_size
         if isinstance(data, Stream):
             batches = data.windows(Cursor(), self.settings.seed)
-            for window, parts in loader_batches.check_agreement(batches, self._all_have):
-                yield window, sent(parts, window.size, self.world)
+            for window, parts in loader_batches.check_agreement(batches, self.world.all_have):
+                yield window, sent(parts, np.arange(window.size), self.world)
             return
-        order = np.arange(data.count)
         size = _even(data.count, batch_size_for(batch_size)) if self.is_mean else whole_size(data, batch_size)
         for window in windows(Cursor(), data.count, size):
             if self.arrays is not None:
                 yield window, Resident(self.arrays, start=self.world.number(window.start, np.int32))
             else:
-                yield window, rows_of(data, order, window, self.world)
-
-    def _all_have(self, number: int) -> bool:
-        if self.world.size == 1:
-            return True
-        while self._under_way:  # on CPU devices, batches under way could take the threads that this one needs
-            jax.block_until_ready(self._under_way.popleft())
-        return self.world.all_have(number)
-
-    def _limit_steps_in_flight(self, newest: Any) -> None:
-        """Not for the newest batch, but for one before it: else batches would be queued without end."""
-        self._under_way.append(newest)
-        while len(self._under_way) >= self.world.in_flight:
-            jax.block_until_ready(self._under_way.popleft())
+                yield window, sent(data.arrays, np.arange(window.start, window.stop), self.world)
 
 
 def apart(
@@ -152,14 +138,6 @@ def _outputs(take: Take | None) -> PendingOutputs:
         take(outputs, targets)
 
     return PendingOutputs(None if take is None or jax.process_index() else deliver)
-
-
-def prepared_by(source: Source) -> Callable[[Any], Any]:
-    """A function that prepares the arrays of a batch, and puts them into the structure of the user's batches.
-
-    Compiled programs are cached by it: one for each source and job.
-    """
-    return lambda batch: source.nest(source.prepare(batch))
 
 
 def _even(count: int, size: int) -> int:

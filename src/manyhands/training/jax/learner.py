@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import saving, tensors
 from manyhands.training.data.labels import Look
 from manyhands.training.data.order import Cursor, Window, epoch_order, windows
-from manyhands.training.data.sources import Source, Stream
-from manyhands.training.jax.evaluation import Evaluation, first_numbers, prepared_by
+from manyhands.training.data.sources import Source, Stream, prepared_by
+from manyhands.training.jax.evaluation import Evaluation, first_numbers
 from manyhands.training.jax.objective import Objective
 from manyhands.training.jax.skeleton import PARTS, Skeleton, by_name, refill
 from manyhands.training.jax.step import (
@@ -35,8 +34,8 @@ from manyhands.training.jax.step import (
     sums_of,
     totals_of,
 )
-from manyhands.training.jax.world import World, resident, rows_of, sent
-from manyhands.training.learner import NO_AVERAGE, Saved, Take, check_average, named_rates
+from manyhands.training.jax.world import World, resident, sent
+from manyhands.training.learner import NO_AVERAGE, Saved, Take, check_average, named_rates, share
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 
@@ -67,6 +66,7 @@ class JaxLearner:
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
+        self.data, self.test = job.train, job.test
         self.optimizer_name = job.optimizer_name
         self.shares: list[float] | None = None
         self.notes: list[str] = []
@@ -75,7 +75,6 @@ class JaxLearner:
         self._averages: Mapping[str, str] = {}  # that are kept, and what they are of
         self.optimizer_options = _injected_hyperparameters(self.state["optimizer"])
         self.sums: Sums = world.put_copy(sums_of(Totals()))
-        self._under_way: collections.deque[Sums] = collections.deque()
         self._shown: Totals | None = None
         self._looked_at: Sums | None = None
         self._sent: collections.deque[tuple[int, Sums]] = collections.deque()
@@ -97,22 +96,12 @@ class JaxLearner:
         return state
 
     def _say_how(self) -> None:
-        where = "gathered on the devices" if self.arrays is not None else "gathered on the host and sent"
-        self.notes.append(f"one compiled program a step; batches are {where}")
         if self.job.dtype is not None:
             self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters keep their dtype")
         if self.settings.step.wrt is not None:
             parts = (self.state["parameters"], self.state["rest"])
             trained, frozen = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
             self.notes.append(f"wrt: {count_of(trained, 'number')} trained, {frozen:,} frozen")
-
-    @property
-    def data(self) -> Source:
-        return self.job.train
-
-    @property
-    def test(self) -> Source | None:
-        return self.job.test
 
     # Steps
 
@@ -122,30 +111,25 @@ class JaxLearner:
             for window, parts in data.windows(cursor, self.settings.seed):
                 if self.job.labels is not None:
                     self.job.labels(data.nest(parts))
-                yield window, sent(parts, window.size, self.world)
+                yield window, sent(parts, np.arange(window.size), self.world)
             return
         order = epoch_order(self.settings.seed, cursor.epoch, data.count, shuffle=data.shuffle)
         place = None if self.arrays is None else Resident(self.arrays, self.world.put(order.astype(np.int32)))
         self.state["at"] = self.world.put_copy(np.array([cursor.sample, cursor.step], np.int32))
         for window in windows(cursor, data.count, self.settings.batch_size):
-            yield window, place or rows_of(data, order, window, self.world)
+            yield window, place or sent(data.arrays, order[window.start : window.stop], self.world)
 
     def step(self, window: Window, batch: StepInput, factor: float | None) -> None:
-        self._limit_steps_in_flight()
+        self.world.make_room()
         rate = self._factor(1.0 if factor is None else factor)
         self.state, self.sums = self.steps.train(self.state, self.sums, rate, batch, window.size, self._prepare)
-        self._under_way.append(self.sums)
+        self.world.started(self.sums)
 
     def _factor(self, factor: float) -> jax.Array:
         """The factor on the devices; sent only when it is another one."""
         if self._rate is None or self._rate[0] != factor:
             self._rate = factor, self.world.number(factor)
         return self._rate[1]
-
-    def _limit_steps_in_flight(self) -> None:
-        """Wait for an earlier step, not the last one: otherwise steps would be queued without end."""
-        while len(self._under_way) >= self.world.in_flight:
-            jax.block_until_ready(self._under_way.popleft())  # manyhands: wait-ok newer steps keep the devices busy
 
     # Totals: every process has those of all
 
@@ -247,7 +231,7 @@ class JaxLearner:
         if self._averages:
             self._restore_average(blobs)
         # All processes have the same sums: those of the first.
-        first = Totals.from_json(json.loads(self.from_first(json.dumps(totals.as_json()).encode())))
+        first = Totals.from_json(share(self, totals.as_json()))
         self.steps.counts_correct = first.counted
         self.sums = self.world.put_copy(sums_of(first))
 
@@ -258,9 +242,6 @@ class JaxLearner:
         return self.world.from_first(data)
 
     def all_have(self, number: int) -> bool:
-        if self.size == 1:
-            return True
-        jax.block_until_ready(self.sums)  # on CPU devices, steps under way could take the threads that this one needs
         return self.world.all_have(number)
 
     def close(self) -> None:

@@ -59,9 +59,8 @@ def with_weights(model: Any) -> Any:
     if not is_linen(model):
         return model
     if model.scope is None:
-        raise BadSettings(
-            f"the Linen module {type(model).__name__} holds no weights: give trainer.model, or module.bind(variables)"
-        )
+        name = type(model).__name__
+        raise BadSettings(f"the Linen module {name} holds no weights: give trainer.model, or module.bind(variables)")
     return as_nnx(model, _plain(model.variables), 0)
 
 

@@ -111,10 +111,7 @@ class Objective(Protocol):
 
 @dataclass
 class Supervised:
-    """A loss of the model's output and the last part of the batch: ``loss(model(*inputs), target)``.
-
-    Without a loss it is the model's own, or cross-entropy where it has none.
-    """
+    """A loss of the model's output and the last part of the batch: ``loss(model(*inputs), target)``."""
 
     loss: Loss | None
     labels: ClassLabels | None = None  # learns from the first output how many classes there are
@@ -125,7 +122,8 @@ class Supervised:
     def loss_of(self, model: nnx.Module) -> Loss:
         if self.loss is not None:
             return self.loss
-        return cross_entropy if has_default_loss(model) else model.loss
+        has_none = not hasattr(model, "training_step") or is_default(model, "loss")
+        return cross_entropy if has_none else model.loss
 
     def __call__(self, model: nnx.Module, batch: Batch, *, training: bool) -> LossValue:
         target, loss = needed_target(batch), self.loss_of(model)
@@ -133,8 +131,7 @@ class Supervised:
         if loss is cross_entropy and not (isinstance(output, jax.Array) and isinstance(target, jax.Array)):
             raise BadSettings(
                 f"{type(model).__name__} answers with {type_in_words(output)}, the target is {type_in_words(target)}, "
-                "and the default loss, cross-entropy, takes an array of class scores and one of classes: give the "
-                "trainer loss=, a function of this output and this target"
+                "and the default loss, cross-entropy, takes class scores and classes: give the trainer loss="
             )
         if self.labels is not None:
             self.labels.learn(output.shape)
@@ -159,10 +156,6 @@ class OwnStep:
 def objective_for(model: nnx.Module, loss: Loss | None) -> Objective:
     is_own = hasattr(model, "training_step") and not is_default(model, "training_step")
     return OwnStep() if loss is None and is_own else Supervised(loss)
-
-
-def has_default_loss(model: nnx.Module) -> bool:
-    return not hasattr(model, "training_step") or is_default(model, "loss")
 
 
 def cross_entropy(y_hat: jax.Array, y: jax.Array) -> jax.Array:

@@ -25,16 +25,13 @@ _NOT_PROPORTIONAL = {
 
 
 def _by_name() -> dict[str, Any]:
-    functions = {
+    functions = {name: function for name, function in vars(optax).items() if inspect.isfunction(function)}
+    return {
         name: function
-        for name, function in vars(optax).items()
-        if inspect.isfunction(function) and not name.startswith("_")
+        for name, function in functions.items()
+        if next(iter(inspect.signature(function).parameters), "") == "learning_rate"
+        and not name.startswith(("_", "scale_by"))
     }
-    return {name: function for name, function in functions.items() if _is_maker(name, function)}
-
-
-def _is_maker(name: str, function: Any) -> bool:
-    return not name.startswith("scale_by") and next(iter(inspect.signature(function).parameters), "") == "learning_rate"
 
 
 OPTIMIZERS = Optimizers(
@@ -51,10 +48,7 @@ OPTIMIZERS = Optimizers(
 def check(optimizer: Any, lr: Any) -> None:
     """Refuse what is not an Optax optimizer; for a wrapper, name the optimizer inside."""
     if isinstance(optimizer, nnx.Optimizer):
-        raise BadSettings(
-            "an nnx.Optimizer holds one model's state: give the trainer the Optax optimizer that it was made with, "
-            "its .tx"
-        )
+        raise BadSettings("an nnx.Optimizer holds one model's state: give the Optax optimizer inside it, its .tx")
     if isinstance(optimizer, optax.MultiSteps):
         raise BadSettings("optax.MultiSteps wraps an optimizer and is none itself: give its .gradient_transformation()")
     OPTIMIZERS.check(optimizer, lr)
@@ -73,10 +67,8 @@ def optimizer_for(
     _state_names(jax.eval_shape(transformation.init, parameters), parts)
     for part, what in _NOT_PROPORTIONAL.items():
         if scheduled and part in parts:
-            raise BadSettings(
-                f"schedule= multiplies every update, and the optimizer {what}: leave out schedule=, and give the "
-                "optimizer a schedule of Optax as its learning rate"
-            )
+            cure = "leave out schedule=, and give the optimizer a schedule of Optax"
+            raise BadSettings(f"schedule= multiplies every update, and the optimizer {what}: {cure}")
     return _adapt(transformation, parameters), "+".join(parts) or "sgd"
 
 

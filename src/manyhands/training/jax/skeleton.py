@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from manyhands.errors import BadSettings, type_in_words
+from manyhands.errors import BadSettings
 from manyhands.training import refusals
 from manyhands.training.jax import linen
 
@@ -46,13 +46,15 @@ class Skeleton:
         self._graph, *states = nnx.split(model, *self._filters)
         self._states = dict(zip(PARTS, states, strict=True))
         self._keys = {path: key for path, key in _leaves(self._pure("random")) if is_key(key)}
-        self.all_evaluating = _all_evaluating(model)
+        layers = [layer for _, layer in nnx.iter_modules(model)]
+        modes = [getattr(layer, name) for layer in layers for name in _MODES if hasattr(layer, name)]
+        self.all_evaluating = bool(modes) and all(modes)
         if wrt is not None:
             _check_wrt(model, wrt, self._pure("parameters"))
         if not jax.tree.leaves(self._pure("parameters")):
             is_lazy = isinstance(model, nnx.bridge.ToNNX)
             cure = f"initialise it, {linen.HOW}" if is_lazy else "its weights have to be nnx.Param"
-            raise BadSettings(f"{type_in_words(model)} has no parameters that could be trained: {cure}")
+            raise refusals.nothing_to_train(model, cure)
 
     def numbers(self, model: nnx.Module) -> Numbers:
         """All numbers of a model of this kind; variables that a call has added to it are left out."""
@@ -97,9 +99,7 @@ def _check_wrt(model: nnx.Module, wrt: Any, trained: Tree) -> None:
     """Refuse a filter that trains nothing, or what has no gradient."""
     if not jax.tree.leaves(trained):
         kinds = sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(nnx.state(model))})
-        raise BadSettings(
-            f"Step(wrt={wrt!r}) picks no variable of {type(model).__name__}, which has {', '.join(kinds)}: {_WRT}"
-        )
+        raise BadSettings(f"Step(wrt={wrt!r}) picks no variable of the model, which has {', '.join(kinds)}: {_WRT}")
     for name, leaf in _leaves(trained):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise BadSettings(f"Step(wrt={wrt!r}) picks {name}, which holds {leaf.dtype} and has no gradient: {_WRT}")
@@ -174,8 +174,3 @@ def computing_in(model: nnx.Module, dtype: Any, *, statistics: bool) -> nnx.Modu
         if getattr(layer, "dtype", dtype) is None and (statistics or not normalises):
             layer.dtype = dtype
     return model
-
-
-def _all_evaluating(model: nnx.Module) -> bool:
-    modes = [getattr(layer, name) for _, layer in nnx.iter_modules(model) for name in _MODES if hasattr(layer, name)]
-    return bool(modes) and all(modes)

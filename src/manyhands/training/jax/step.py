@@ -179,8 +179,8 @@ class Programs:
                 if average in state:
                     after[average] = jax.tree.map(self._average, state[average], after[part])
         if self.settings.step.on_nan == "continue":  # a batch whose loss is NaN changes nothing
-            good = jnp.isfinite(loss)
-            after = {name: _choose(good, after[name], state[name]) for name in after}
+            choose = functools.partial(jnp.where, jnp.isfinite(loss))
+            after = {name: jax.tree.map(choose, after[name], state[name]) for name in after}
         position, step = state["at"]
         so_far = add_batch(so_far, loss, correct, size, step)
         return {**after, "at": jnp.stack([position + size, step + 1])}, so_far
@@ -247,10 +247,6 @@ def _as_parameters(batch: Batch, parameters: Any) -> Batch:
     return widened_batch
 
 
-def _choose(good: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda after, before: jnp.where(good, after, before), new, old)
-
-
 # Gradient accumulation
 
 
@@ -267,10 +263,7 @@ class MicroBatchSum:
 
 
 def accumulate(work: Callable[[Any, Any], MicroBatchSum], rows: Any, numbers: Any, parts: int) -> MicroBatchSum:
-    """The sum over all micro-batches of a batch, whose rows are a tree of arrays.
-
-    ``work``: from rows and the numbers of the model before them to their sum.
-    """
+    """The sum over all micro-batches of a batch, whose rows are a tree of arrays."""
     whole = size_of(rows)
     size = -(-whole // parts)
     loops, rest = divmod(whole, size)

@@ -126,7 +126,8 @@ class Trainer(BaseTrainer):
                 learner.notes += checks.check_loss(model, job.skeleton, job.objective, job.train)
             loop = self._loop(learner, model, settings, dispatcher, run=run, resume=resume)
             if settings.precision == "auto":
-                learner.chosen_precision = _choose_precision(learner.job.dtype)
+                own = "the model's own", "no GPU with bfloat16, or optimize='off'"
+                learner.chosen_precision = own if job.dtype is None else ("bf16", "the GPU has bfloat16")
             result = loop.fit()
         kind, per_rank = backend.neutral(self._natives()[0]).kind, len(here.devices) // here.size
         result.devices = self.device_names if here.size == 1 else launcher.device_names(kind, per_rank)
@@ -185,10 +186,3 @@ def _dtype(settings: Settings, device: jax.Device) -> Any:
     if settings.precision != "auto" or settings.step.optimize == "off" or device.platform == "cpu":
         return None
     return jnp.bfloat16 if float(getattr(device, "compute_capability", 0) or 0) >= _WITH_BF16 else None
-
-
-def _choose_precision(dtype: Any) -> tuple[str, str]:
-    """What ``precision="auto"`` was, and why, for the run's folder."""
-    if dtype is None:
-        return "the model's own", "no GPU with bfloat16, or optimize='off'"
-    return "bf16", "the GPU has bfloat16"

@@ -15,6 +15,7 @@ program leaves them out::
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -31,7 +32,6 @@ from manyhands import machine
 from manyhands.backends.jax import devices as backend
 from manyhands.errors import BadSettings
 from manyhands.training import launcher
-from manyhands.training.data.order import Window
 from manyhands.training.data.sources import Arrays, Source
 
 _AXIS = "data"
@@ -86,21 +86,19 @@ class World:
         """``devices`` are this process's; the other processes use those of the same numbers."""
         kinds = sorted({device.platform for device in devices})
         if len(kinds) > 1:
-            raise BadSettings(
-                f"devices of several kinds ({', '.join(kinds)}): all devices of a job run one program here, so they "
-                "must be of one kind"
-            )
+            raise BadSettings(f"devices of several kinds ({', '.join(kinds)}): all devices of a job run one program")
         self.rank, self.size = jax.process_index(), jax.process_count()
         self.devices = list(devices) if self.size == 1 else _of_all_processes(devices)
         self.platform = devices[0].platform
         mesh = Mesh(np.array(self.devices), (_AXIS,), axis_types=(AxisType.Auto,))
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         self.in_parts = NamedSharding(mesh, PartitionSpec(_AXIS))
+        self._under_way: collections.deque[Any] = collections.deque()
         self._local_devices = [device for device in self.devices if device.process_index == self.rank]
 
     @functools.cached_property
     def in_flight(self) -> int:
-        """How many steps may be under way.
+        """How many programs may be under way.
 
         On CPU devices a step holds a thread of XLA's pool per device until all of them have met. Steps that were
         issued ahead can take the threads that the first one waits for: on two cores two devices then deadlock.
@@ -110,6 +108,15 @@ class World:
         limit = os.environ.get("NPROC", "")
         threads = int(limit) if limit.isdecimal() else machine.usable_cores()
         return 2 if len(self.devices) == 1 or threads >= 4 * len(self.devices) else 1
+
+    def make_room(self) -> None:
+        """Wait for an earlier program, not the last one: otherwise they would be queued without end."""
+        while len(self._under_way) >= self.in_flight:
+            jax.block_until_ready(self._under_way.popleft())  # manyhands: wait-ok newer steps keep the devices busy
+
+    def started(self, result: Any) -> None:
+        """A program was started, and this is its result."""
+        self._under_way.append(result)
 
     def put(self, array: Any, *, in_parts: bool = False) -> jax.Array:
         """An array that every process has, on every device: the whole of it, or one part each."""
@@ -153,6 +160,9 @@ class World:
 
     def all_have(self, number: int) -> bool:
         """Whether every process has this number (32 bits)."""
+        if self.size == 1:
+            return True
+        jax.block_until_ready([*self._under_way])  # on CPU devices they could take the threads that this needs
         return bool((np.asarray(multihost_utils.process_allgather(np.uint32(number))) == number).all())
 
 
@@ -172,10 +182,7 @@ def _of_all_processes(devices: Sequence[jax.Device]) -> list[jax.Device]:
     numbers = [by_process[jax.process_index()].index(device) for device in devices]
     fewest = min(map(len, by_process.values()))
     if max(numbers) >= fewest:
-        raise BadSettings(
-            f"this process trains on its devices {numbers}, but another one has only {fewest}: every process of a job "
-            "uses the same number of devices"
-        )
+        raise BadSettings(f"this process trains on its devices {numbers}, but another one has only {fewest}")
     return [by_process[process][number] for process in sorted(by_process) for number in numbers]
 
 
@@ -203,12 +210,7 @@ def resident(source: Source | None, world: World) -> tuple[jax.Array, ...] | Non
     return tuple(map(world.put, source.arrays))
 
 
-def rows_of(source: Arrays, order: NDArray[np.int64], window: Window, world: World) -> Any:
-    """A batch of the epoch's order, gathered on the host and sent in parts."""
-    numbers = order[window.start : window.stop][places(window.size, len(world.devices))]
-    return tuple(world.put(rows, in_parts=True) for rows in source.rows(numbers))
-
-
-def sent(parts: tuple[NDArray[Any], ...], size: int, world: World) -> Any:
-    """A batch of a loader's, sent in parts."""
-    return tuple(world.put(part[places(size, len(world.devices))], in_parts=True) for part in parts)
+def sent(arrays: tuple[NDArray[Any], ...], rows: NDArray[np.int64], world: World) -> Any:
+    """A batch of these rows, gathered on the host and sent in parts."""
+    numbers = rows[places(len(rows), len(world.devices))]
+    return tuple(world.put(array[numbers], in_parts=True) for array in arrays)
