@@ -22,9 +22,7 @@ from manyhands.training.callbacks.callback import NO_METRICS, Callback, Row, Tra
 from manyhands.training.checkpoints.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
     from rich.progress import Progress as Bar
 
 
@@ -162,17 +160,12 @@ _LINES = {  # key: label, style, colour
     "train_acc": ("train acc", "-", ACCURACY),
     "val_acc": ("val acc", "--", ACCURACY),
 }
-_LOSSES = ("train_loss", "val_loss")
 _FEW = 25  # points; fewer are also drawn as dots, and a single one could not be seen without
 _EVERY = 15.0  # seconds between two drawings: each takes a part of one
 
 
 def curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
-    """Draw the losses (left axis) and accuracies (right axis) over the epochs; the file's ending says how.
-
-    A row needs not have every key. What is missing, None or not a number is left out; without any accuracy, as in a
-    regression, there is no right axis.
-    """
+    """Draw the losses (left axis) and accuracies (right axis) over the epochs; the file's ending says how."""
     figure = _figure(rows, title)
     path = Path(path)
     picture = io.BytesIO()
@@ -186,68 +179,53 @@ def _figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
     figure = files.new_figure("the curves", (6.4, 4.2))
     from matplotlib.ticker import MaxNLocator
 
+    # Over epochs; over steps where an epoch has several rows.
+    epochs = [row["epoch"] for row in rows if _is_number(row.get("epoch"))]
+    across = "step" if len(set(epochs)) < len(epochs) and all("step" in row for row in rows) else "epoch"
     left = figure.add_subplot()
-    across = _across(rows)
-    points = {key: points for key in _LINES if (points := _points(rows, across, key))[0]}
-    right = left.twinx() if any(key not in _LOSSES for key in points) else None
-    lines = [_draw(left if right is None or key in _LOSSES else right, key, *points[key]) for key in points]
-    last = max((x for xs, _ in points.values() for x in xs), default=1.0)
+    right: Any = None
+    across_all, losses = [2.0], list[float]()  # the point of a single epoch stands in the middle
+    for key, (label, style, colour) in _LINES.items():
+        points = [(row[across], row[key]) for row in rows if _is_number(row.get(across)) and _is_number(row.get(key))]
+        if not points:
+            continue
+        if colour == ACCURACY and right is None:
+            right = left.twinx()
+            right.set_ylabel("accuracy", color=ACCURACY)
+            right.set_ylim(0.0, 1.0)
+        x, y = zip(*points, strict=True)
+        across_all += [max(x) * 1.02]
+        losses += y if colour == LOSS else []
+        (left if colour == LOSS else right).plot(
+            x,
+            y,
+            linestyle=style,
+            color=colour,
+            marker="o" if len(x) <= _FEW else None,
+            markerfacecolor="white" if key.startswith("val_") else colour,
+            label=f"{label} {y[-1]:.3g}" if colour == LOSS else f"{label} {y[-1]:.3f}",
+            clip_on=False,  # an accuracy of 1 lies on the edge
+        )
+    lines = [line for axes in figure.axes for line in axes.get_lines()]
     left.set_xlabel(across)
+    left.set_title(title, fontsize="medium")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.set_xlim(0.0, max(last * 1.02, 2.0))  # the point of a single epoch stands in the middle
+    left.set_xlim(0.0, max(across_all))
     left.set_ylabel("loss", color=LOSS)
     left.grid(visible=True, alpha=0.3, linewidth=0.7)
-    losses = [y for key in _LOSSES for y in points.get(key, ((), ()))[1]]
-    if losses and min(losses) >= 0.0 and max(losses) > 0.0:
-        left.set_ylim(0.0, max(losses) * 1.05)
-    if right is not None:
-        right.set_ylabel("accuracy", color=ACCURACY)
-        right.set_ylim(0.0, 1.0)
+    if losses and min(losses) >= 0.0:
+        left.set_ylim(bottom=0.0)
     if lines:
         figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False, fontsize="small")
-    else:
-        left.text(0.5, 0.5, "no metrics yet", transform=left.transAxes, ha="center", va="center", color="grey")
-    if title:
-        left.set_title(title, fontsize="medium")
     return figure
-
-
-def _across(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the metrics are drawn over: epochs; steps, where an epoch has several rows."""
-    epochs = [row["epoch"] for row in rows if _is_number(row.get("epoch"))]
-    return "step" if len(set(epochs)) < len(epochs) and all("step" in row for row in rows) else "epoch"
-
-
-def _points(rows: Sequence[Mapping[str, Any]], across: str, key: str) -> tuple[list[float], list[float]]:
-    pairs: list[tuple[Any, Any]] = [(row.get(across), row.get(key)) for row in rows]
-    good = [(float(x), float(y)) for x, y in pairs if _is_number(x) and _is_number(y)]
-    return [x for x, _ in good], [y for _, y in good]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _draw(axes: Axes, key: str, x: list[float], y: list[float]) -> Line2D:
-    label, style, colour = _LINES[key]
-    (line,) = axes.plot(
-        x,
-        y,
-        linestyle=style,
-        color=colour,
-        marker="o" if len(x) <= _FEW else None,
-        markerfacecolor="white" if key.startswith("val_") else colour,
-        label=f"{label} {y[-1]:.3g}" if key in _LOSSES else f"{label} {y[-1]:.3f}",
-        clip_on=False,  # an accuracy of 1 lies on the edge
-    )
-    return line
-
-
 class Picture(Callback):
-    """Draws ``curves.png``, from the first epoch on; a training is worth more than its picture, so nothing fails here.
-
-    While the training runs it is drawn now and then between two epochs, and once more at the end.
-    """
+    """Draws ``curves.png`` from the first epoch on; a training is worth more than its picture: nothing fails here."""
 
     def __init__(self, title: str) -> None:
         self.title = title
