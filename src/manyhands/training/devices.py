@@ -1,18 +1,7 @@
 """What ``devices=`` means: a number, a text or a list. ``--devices`` on the command line takes the same texts.
 
-======================  ==============================================================================
-``"gpu"``, ``"all"``    all GPUs; the CPU where there is none, as with ``mh.try_gpu()``; also ``"cuda"``,
-                        ``"auto"``, ``-1``
-``2``, ``"2"``          that many devices: GPUs, or where there is none, virtual CPU devices
-``"cpu"``               the CPU
-``"cpu:2"``             two virtual CPU devices (``"cpu:1"`` and ``"cpu:0"`` are the CPU)
-``"gpu:0"``             that GPU; an error where it is not there
-``"gpu:0,gpu:1"``       those devices, as the list ``["gpu:0", "gpu:1"]``
-======================  ==============================================================================
-
-A list names devices one by one: ``[0, 1]`` are the first two GPUs, ``["gpu"]`` is the first GPU and ``["cpu:1"]`` the
-second virtual device. A name of TensorFlow's own that begins with a slash, ``"/CPU:1"``, names one device, too.
-``["virtual:0", "virtual:1"]``, as ``device_names`` gives it for ``"cpu:2"``, is ``"cpu:2"`` again.
+``docs/training.md`` has a table of them. ``["virtual:0", "virtual:1"]``, as ``device_names`` gives it for ``"cpu:2"``,
+is ``"cpu:2"`` again.
 """
 
 from __future__ import annotations

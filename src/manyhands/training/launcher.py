@@ -63,9 +63,7 @@ def place() -> LaunchedProcess:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     address = os.environ.get("MASTER_ADDR") or first_node(nodes)
     if not address:
-        raise BadSettings(
-            "SLURM's environment names no nodes (SLURM_JOB_NODELIST is empty): set MASTER_ADDR to the first one"
-        )
+        raise BadSettings("SLURM's environment names no nodes (SLURM_JOB_NODELIST): set MASTER_ADDR to the first one")
     port = _number("MASTER_PORT", 12000 + 2 * (_number("SLURM_JOB_ID", 0) % 10000))
     local_rank, own_gpus = _number("SLURM_LOCALID"), _number("SLURM_GPUS_PER_TASK", 0) > 0
     return LaunchedProcess(_number("SLURM_PROCID"), _tasks(), local_rank, _on_node(), address, port, own_gpus)

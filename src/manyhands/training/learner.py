@@ -107,10 +107,7 @@ class Learner(Protocol):
         """The totals that have arrived since the last call, with their steps, oldest first; ``wait``: all of them."""
 
     def learning_rates(self) -> dict[str, float]:
-        """The rates of the last step by name: ``lr``, of further groups of parameters ``lr_1``, ...; never waits.
-
-        Empty where the framework does not report them.
-        """
+        """The rates of the last step by name: ``lr``, of further groups of parameters ``lr_1``, ...; never waits."""
 
     def keep_average(self, averaging: Averaging) -> None:
         """From now on keep an exponential moving average of the weights; asked for before :meth:`restore`.
@@ -132,11 +129,7 @@ class Learner(Protocol):
         """The state of this moment; only the first process needs to have it."""
 
     def restore(self, state: Mapping[str, Any], blobs: Mapping[str, bytes], totals: Totals) -> None:
-        """Resume from what :meth:`save` returned, maybe on other devices; ``totals`` are this process's sums.
-
-        Where the job's optimizer was made with other options than the saved one's (``optimizer_options`` of the state),
-        the job's count.
-        """
+        """Resume from what :meth:`save` returned, maybe on other devices; ``totals`` are this process's sums."""
 
     def from_first(self, data: bytes) -> bytes:
         """The bytes that the first process has."""

@@ -82,10 +82,7 @@ class Optimizers:
         return True
 
     def maker(self, model: Any, optimizer: Any, lr: float | None) -> tuple[Callable[..., Any], dict[str, float]]:
-        """What makes the optimizer, and the rate that it is called with, by name (none: its own default).
-
-        ``optimizer`` is a name, a class, a function, or None for plain SGD.
-        """
+        """What makes the optimizer, and the rate that it is called with, by name (none: its own default)."""
         self.check(optimizer, lr)
         rate = rate_for(lr, model)
         if optimizer is None:
@@ -117,9 +114,8 @@ class Optimizers:
             return entry
         close = difflib.get_close_matches(name.lower(), known, 1)
         meant = f"Did you mean {close[0]!r}? " if close else ""
-        raise BadSettings(
-            f"optimizer={name!r}: {self.where} has none of that name for training. {meant}It has {', '.join(known)}"
-        )
+        has = f"{meant}It has {', '.join(known)}"
+        raise BadSettings(f"optimizer={name!r}: {self.where} has none of that name for training. {has}")
 
     def _rate_argument(self, make: Callable[..., Any]) -> inspect.Parameter | None:
         """The argument through which a class or a function takes its learning rate; None without one."""

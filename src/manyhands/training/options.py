@@ -96,7 +96,11 @@ class Step(_Topic):
     def __post_init__(self) -> None:
         make_plain(self, ("accumulate", "micro_batch_size"), Integral, int)
         check_positive(self, "accumulate")
-        self._check_micro_batches()
+        if self.micro_batch_size is not None:
+            check_positive(self, "micro_batch_size")
+            if self.accumulate > 1:
+                both = f"accumulate={self.accumulate} and micro_batch_size={self.micro_batch_size}"
+                raise BadSettings(f"{both} exclude each other: choose one")
         if self.batch_stats is not None:
             check_choice(self, "batch_stats", ("per_device", "global"))
         check_choice(self, "on_nan", ("stop", "continue"))
@@ -105,27 +109,15 @@ class Step(_Topic):
         if not callable(self.activation_checkpointing):
             check_choice(self, "activation_checkpointing", (True, False), ", or a function that picks modules")
         if self.activation_checkpointing and self.optimize == "max":
-            raise BadSettings(
-                "activation_checkpointing and optimize='max': a step that is compiled decides itself what to keep. "
-                "Choose one"
-            )
+            raise BadSettings("activation_checkpointing and optimize='max', which decides what to keep: choose one")
         for name, default in (("accumulate", 1), ("micro_batch_size", None)):
             if self.batch_stats == "global" and (value := getattr(self, name)) != default:
-                raise BadSettings(
-                    f"batch_stats='global' takes statistics over the whole batch, {name}={value} processes it in "
-                    "micro-batches: choose one"
-                )
-        self._check_shares()
-
-    def _check_micro_batches(self) -> None:
-        if self.micro_batch_size is None:
-            return
-        check_positive(self, "micro_batch_size")
-        if self.accumulate > 1:
-            raise BadSettings(
-                f"accumulate={self.accumulate} says how many micro-batches there are, micro_batch_size="
-                f"{self.micro_batch_size} how large they are: choose one"
-            )
+                raise BadSettings(f"batch_stats='global' takes the whole batch, {name}={value} parts of it: choose one")
+        if isinstance(self.shares, str) and self.shares != "measured":
+            raise BadSettings(f"shares={self.shares!r}: give one number per device, 'measured', or None")
+        if self.shares is not None and not isinstance(self.shares, str):
+            _shares.check(self.shares)
+            object.__setattr__(self, "shares", tuple(self.shares))
 
     def in_micro_batches(self, batch_size: int, devices: int) -> Step:
         """The same options, with the number of micro-batches in which no shard has larger ones than asked for."""
@@ -136,14 +128,6 @@ class Step(_Topic):
         else:
             largest = max(_shares.sizes(batch_size, devices, self.shares))
         return dataclasses.replace(self, accumulate=-(-largest // self.micro_batch_size), micro_batch_size=None)
-
-    def _check_shares(self) -> None:
-        if self.shares is None or isinstance(self.shares, str):
-            if self.shares not in (None, "measured"):
-                raise BadSettings(f"shares={self.shares!r}: give one number per device, 'measured', or None")
-            return
-        _shares.check(self.shares)
-        object.__setattr__(self, "shares", tuple(self.shares))
 
 
 @refusals.topic("checkpoints")
@@ -239,10 +223,8 @@ class Limits(_Topic):
         if self.evaluate_every is not None and amounts.parse_interval(self.evaluate_every) is None:
             raise BadSettings(f"{as_written(self, 'evaluate_every')}: say of what, '500 steps' or '2 epochs'")
         if self.limit_batches is not None and self.overfit_batches is not None:
-            raise BadSettings(
-                f"limit_batches={self.limit_batches} takes other samples in every epoch, overfit_batches="
-                f"{self.overfit_batches} the same ones: choose one"
-            )
+            both = f"limit_batches={self.limit_batches} and overfit_batches={self.overfit_batches}"
+            raise BadSettings(f"{both}: one takes other samples in every epoch, one the same: choose one")
 
     @property
     def ends_training(self) -> bool:
@@ -361,10 +343,8 @@ class Settings:
     def check_devices(self, count: int) -> None:
         """Checks that need the number of devices."""
         if self.batch_size < count:
-            raise BadSettings(
-                f"batch_size={self.batch_size} is smaller than the number of devices, {count}: a batch is divided over "
-                f"them. Give at least {count}, or fewer devices"
-            )
+            size = f"batch_size={self.batch_size} is smaller than the number of devices"
+            raise BadSettings(f"{size}, {count}: give at least {count}, or fewer devices")
         if self.fixed_shares is not None:
             _shares.check(self.fixed_shares, count)
 

@@ -180,6 +180,11 @@ def not_a_model(model: Any, kind: str) -> BadSettings:
     return BadSettings(f"a model of type {type(model).__name__} cannot be trained: give {kind}")
 
 
+def nothing_to_train(model: Any, cure: str) -> BadSettings:
+    """The error for a model without a parameter that is trained."""
+    return BadSettings(f"{type_in_words(model)} has no parameters that could be trained: {cure}")
+
+
 def no_target(batch: Any) -> BadBatch:
     """The error for a batch without a target where the loss needs one."""
     problem = "this one has only one part" if isinstance(batch, (tuple, list)) else f"this is {type_in_words(batch)}"
@@ -233,10 +238,7 @@ def other_step(model: object, name: str) -> BadSettings | None:
 
 
 def unlike_target(output: Sequence[int], target: Sequence[int], *, may_be_classes: bool = False) -> BadBatch:
-    """The error for a loss that compares number with number, of a batch's outputs and targets of these shapes.
-
-    ``may_be_classes``: the targets are whole numbers.
-    """
+    """The error for a loss that compares number with number, of a batch's outputs and targets of these shapes."""
     output_shape, target_shape = tuple(output[1:]), tuple(target[1:])
     cure = "give targets of the output's shape"
     if output_shape == (1,) and target_shape == ():

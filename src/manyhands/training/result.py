@@ -46,10 +46,7 @@ class Result:
         return sum(seconds) / len(seconds) if seconds else math.nan
 
     def __str__(self) -> str:
-        """One line, with the accuracy; without classes the loss over the validation data, else that of the training.
-
-        Where the training ended before its last epoch, the line says why.
-        """
+        """One line, with the accuracy; without classes the loss over the validation data, else that of the training."""
         row = self.rows[-1] if self.rows else {}
         names = [name for name in ("val_acc", "val_loss", "train_loss") if row.get(name) is not None]
         known = [f"{name} {row[name]:.3f}" for name in names[:1]]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import LossIsNotANumber
+from manyhands.training.data.sources import not_finite
 
 if TYPE_CHECKING:
     from manyhands.training.data.order import Position
@@ -110,7 +111,7 @@ def means_of_logged(totals: Totals) -> dict[str, float]:
 
 # NaN
 
-NAN_HINT = (
+_HINT = (
     "If the loss is divided by a count (mh.LossSum, or a mean over the labels that are not ignored), the count of this "
     "batch may be 0: give at least 1. Else a smaller learning rate or gradient_clip_val may help; "
     "step=mh.Step(on_nan='continue') continues without the batch"
@@ -134,7 +135,7 @@ class NanCheck:
         if why is not None:
             raise LossIsNotANumber(f"{why}. It is step {totals.bad_step}")
         step = totals.bad_step
-        raise LossIsNotANumber(f"{self.describe(step)}. {self._bad_samples(step) or NAN_HINT}")
+        raise LossIsNotANumber(f"{self.describe(step)}. {self._bad_numbers(step) or _HINT}")
 
     def describe(self, step: int) -> str:
         """Which step of the current epoch it is, and which samples are in its batch."""
@@ -145,11 +146,10 @@ class NanCheck:
         epoch = self._position.cursor.epoch + 1
         return f"the loss or a gradient of step {step} is not a number (epoch {epoch}, {which})"
 
-    def _bad_samples(self, step: int) -> str | None:
+    def _bad_numbers(self, step: int) -> str | None:
+        """Which of the data are NaN or infinite: of arrays all are looked at, of a dataset the batch's samples."""
         look, numbers = getattr(self._learner, "bad_samples", None), self._position.samples_of(step)
-        if look is None or numbers is None:
-            return None
         with contextlib.suppress(Exception):  # the error about the loss matters more
-            words: str | None = look(numbers)
-            return words
+            words = not_finite(self._position.data)
+            return look(numbers) if words is None and look is not None and numbers is not None else words
         return None

@@ -84,10 +84,7 @@ Schedule = Callable[[float], float] | by_step | PerStep | PerEpoch
 
 
 def check_option(schedule: Any, *, schedulers: bool) -> None:
-    """Refuse what cannot be a schedule: when a trainer is made, not when it is used.
-
-    ``schedulers``: whether the framework has PyTorch's.
-    """
+    """Refuse what cannot be a schedule: when a trainer is made, not when it is used."""
     if isinstance(schedule, _Scheduler) and not schedulers:
         raise BadSettings(
             f"schedule={type(schedule).__name__}(...) is for PyTorch's schedulers: here a schedule of rates is given "
@@ -137,18 +134,13 @@ class ScheduleOfJob:
             return
         if position.settings.limits.max_steps is not None or position.cursor.epoch >= epochs:
             return
-        if epochs == ENDLESS:
+        if epochs < ENDLESS and position.batches is not None:
+            return
+        if not 1 < epochs < ENDLESS:
             raise BadSettings(
                 "schedule= follows how much of the training is done, and max_time alone does not say how many steps "
-                "there will be: give max_epochs or Limits(max_steps=...) as well, or a schedule by the step, "
-                "mh.by_step(function)"
-            )
-        if position.batches is not None:
-            return
-        if epochs == 1:
-            raise BadSettings(
-                "schedule= follows how much of the training is done, and the loader does not say how many batches an "
-                "epoch has: give a loader with __len__, (X, y) arrays, or limits=mh.Limits(max_steps=...)"
+                "there will be, nor does a loader without __len__ for one epoch: give Limits(max_steps=...), or a "
+                "schedule by the step, mh.by_step(function)"
             )
         self._learner.notes.append(
             "the loader does not say how many batches an epoch has (it has no __len__): the schedule is constant in "
@@ -177,12 +169,7 @@ class ScheduleOfJob:
 
 def _factor_at(function: Callable[[Any], Any], at: float, name: str) -> float:
     """The factor that the schedule returns; refuses any other value."""
-    try:
-        value: Any = function(at)
-    except (TypeError, AttributeError) as error:
-        if not any(words in str(error) for words in ("is not an Optimizer", "'param_groups'")):
-            raise
-        raise BadSettings(f"schedule is a function of an optimizer, and {HINT}") from error
+    value: Any = function(at)
     try:
         number = float(value)
     except (TypeError, ValueError) as error:

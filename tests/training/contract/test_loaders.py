@@ -92,7 +92,7 @@ def test_the_schedule_of_a_loader_without_a_length(bench: Bench) -> None:
     bench.fit(epochs=2, schedule=rest, data=Loader(bench), run=run, resume="auto")
     assert rest.done == whole.done[6:]
     assert largest_difference(bench.weights(run), bench.weights(straight.run)) == 0
-    with pytest.raises(BadSettings, match="a loader with __len__"):
+    with pytest.raises(BadSettings, match="a loader without __len__"):
         bench.fit(epochs=1, schedule=same, data=Loader(bench))
 
 
@@ -169,7 +169,7 @@ def test_batches_that_are_gone(bench: Bench) -> None:
         bench.fit(epochs=2, data=(WithLength(bench), iter(batches)))
     used = (batch for batch in batches)
     assert bench.fit(epochs=1, data=used).rows[0]["samples"] == 64
-    with pytest.raises(BadBatch, match=r"no batch left for epoch 1: a generator.*is used up"):
+    with pytest.raises(BadBatch, match=r"no batch for epoch 1: a generator.*is used up"):
         bench.fit(epochs=1, data=used)
 
 

@@ -41,7 +41,7 @@ from manyhands.training.options import Checkpoints, Limits, Settings, Step, Work
             r"Limits\(limit_batches=1.5\): give a number of batches .*, as 0.1 \(1.0 is all\)",
         ),
         (Limits, {"limit_val_batches": True}, "give a number of batches"),
-        (Limits, {"limit_batches": 2, "overfit_batches": 2}, "limit_batches=2 takes other samples .* choose one"),
+        (Limits, {"limit_batches": 2, "overfit_batches": 2}, "limit_batches=2 and overfit_batches=2: .* choose one"),
     ],
 )
 def test_values_that_no_job_can_have(kind: Any, options: dict[str, Any], said: str) -> None:
@@ -110,5 +110,5 @@ def test_parts_of_the_batches() -> None:
     assert as_number(0.5, SimpleNamespace(count=None, loader=[0] * 5), 1, "limit") == 2
     with pytest.raises(BadSettings, match=r"limit=0.005 of 100 batches is none: .* at least 0.01"):
         as_number(0.005, hundred, 1, "limit")
-    with pytest.raises(BadSettings, match="the loader does not say how many"):
+    with pytest.raises(BadSettings, match="the loader has no __len__"):
         as_number(0.5, SimpleNamespace(count=None, loader=iter([])), 1, "limit")

@@ -1,12 +1,7 @@
 """The callbacks that come with manyhands: two that follow a metric, an average of the weights, learning rates.
 
-A run with ``BestCheckpoint("val_acc", save_top_k=2)``::
-
-    checkpoints/step-00000400/  step-00000500/     the newest ones
-    best/step-00000300/  step-00000500/            the best ones
-
-Both are whole checkpoints. One that is no longer among the best is deleted before the better one is written: a job that
-is killed there comes to the same evaluation again.
+A checkpoint that is no longer among the best is deleted before the better one is written: a job that is killed there
+comes to the same evaluation again.
 """
 
 from __future__ import annotations
@@ -37,9 +32,7 @@ class Monitored(Callback):
         if not isinstance(monitor, str) or not monitor:
             raise BadSettings(f"{self._who}: give the name of a metric, as 'val_loss'")
         if mode not in ("min", "max", None):
-            raise BadSettings(
-                f"{self._who}(mode={mode!r}): choose one of min, max; None is max for accuracies, else min"
-            )
+            raise BadSettings(f"{self._who}(mode={mode!r}): choose one of min, max")
         self._name = self.monitored = monitor
         self._mode: Mode = mode or ("max" if monitor.endswith(("_acc", "_accuracy")) else "min")
 
@@ -61,9 +54,7 @@ class Monitored(Callback):
         if self._is_of_evaluations:
             return
         if self._name in NO_METRICS or row.get(self._name) is None:
-            raise self._unknown_metric(
-                name for name, value in row.items() if name not in NO_METRICS and value is not None
-            )
+            raise self._unknown_metric(name for name in row if name not in NO_METRICS and row[name] is not None)
         self._look(training, float(row[self._name]))
 
     def _unknown_metric(self, names: Iterable[str]) -> BadSettings:
@@ -95,13 +86,6 @@ def several_values(who: str, name: str, value: object) -> BadSettings:
         f"{who}: {name!r} has several values ({value}), which are not better or worse than others: let the metric "
         f"return one number, or a dict of names and numbers, of which each is a metric ({name}_<key>)"
     )
-
-
-def check_monitors(callbacks: Iterable[Callback], known: Sequence[str]) -> None:
-    """Refuse, before the first step, to follow a metric that there will not be."""
-    for each in callbacks:
-        if each.monitored and not is_known(each.monitored, known):
-            raise BadSettings(f"{type(each).__name__}({each.monitored!r}): {missing_metric(each.monitored, known)}")
 
 
 def known_metrics(metrics: Iterable[str], *, validates: bool, rates: bool) -> list[str]:

@@ -1,22 +1,4 @@
-"""``Callback``: the user's code that is called at certain events of a training.
-
-::
-
-    class Remember(mh.Callback):
-        every = 10  # steps between two calls of on_steps
-
-        def __init__(self):
-            self.losses = {}
-
-        def on_steps(self, training, metrics):
-            self.losses[training.step] = metrics["train_loss"]
-
-        def on_evaluation(self, training, metrics):
-            if metrics["val_loss"] < 0.1:
-                training.stop("the validation loss is below 0.1")
-
-    remember = Remember()
-    mh.Trainer(max_epochs=10, callbacks=[remember]).fit(model, data)
+"""``Callback``: the user's code that is called at certain events of a training. ``docs/training.md`` has an example.
 
 Callbacks run in the process that called ``fit``, also where the training runs in worker processes; under a launcher
 (torchrun) in the first rank's. They see metrics over all devices, and the model in :meth:`Callback.on_model` alone: it
@@ -65,14 +47,6 @@ class Training:
         self.stopped: str | None = None
         self.stopped_by = ""
         self.wanted: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("model", "module", "optimizer", "trainer"):
-            raise AttributeError(
-                f"training has no {name}: it may be in another process. The method on_model(training, model) of a "
-                "callback gets the model after each epoch; what has to happen in each step belongs into training_step"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def stop(self, reason: str, by: str = "stopped by callback") -> None:
         """End the training; ``result.stopped`` will be the reason, and ``result.ended`` "stopped by callback: reason".
@@ -145,19 +119,9 @@ class Callback:
     def on_model(self, training: Training, model: Any) -> None:
         """After each whole epoch, behind ``on_epoch_end``: the model, to look at or to change (PyTorch).
 
-        ::
-
-            class Unfreeze(mh.Callback):
-                def on_model(self, training, model):
-                    if training.epoch == 3:
-                        model.backbone.requires_grad_(True)
-
         All devices get what you change: values that you write into weights and buffers, ``requires_grad``, and numbers,
-        strings and flags among the attributes of modules. The next epoch goes on with it, and the checkpoint of this
-        epoch has it. Meanwhile the model is in evaluation mode; modes and random numbers are as before afterwards. It
-        has the weights, also where ``mh.EMA`` keeps an average.
-
-        With several devices the weights travel to this process and back, so override it only if you need the model.
+        strings and flags among the attributes of modules. Meanwhile the model is in evaluation mode. With several
+        devices the weights travel to this process and back, so override it only if you need the model.
         """
 
     def on_checkpoint(self, training: Training, path: Path) -> None:
@@ -199,9 +163,7 @@ def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
             raise BadSettings(f"{name} writes into the run's folder, and there is none: give run=, as run='runs/mine'")
     folders = [callback.saves_to for callback in callbacks if callback.saves_to is not None]
     if len(set(folders)) < len(folders):
-        raise BadSettings(
-            f"BestCheckpoint: two of them write to one folder of the run, of {folders}: give each folder="
-        )
+        raise BadSettings(f"BestCheckpoint: two of them write to one folder, of {folders}: give each folder=")
     averages = [callback.averaging for callback in callbacks if callback.averaging is not None]
     if len(averages) > 1:
         decays = [average.decay for average in averages]
@@ -215,13 +177,6 @@ def plan_of(callbacks: Sequence[Callback], *, has_run: bool) -> CallbackPlan:
     )
 
 
-_OF_OTHERS = {  # callbacks of Lightning and Keras, and ours
-    "EarlyStopping": "EarlyStopping",
-    "ModelCheckpoint": "BestCheckpoint",
-    "LearningRateMonitor": "LearningRateMonitor",
-}
-
-
 def check_callbacks(option: str, values: Any, kind: type[Callback]) -> list[Any]:
     """The user's callbacks or loggers as a list; refuses other objects."""
     listed = [values] if isinstance(values, Callback) or not isinstance(values, Iterable) else list(values)
@@ -230,12 +185,9 @@ def check_callbacks(option: str, values: Any, kind: type[Callback]) -> list[Any]
         if isinstance(value, type) and issubclass(value, Callback):
             raise BadSettings(f"{option}=[{value.__name__}]: this is the class; make one, {value.__name__}(...)")
         if not isinstance(value, kind):
-            same = _OF_OTHERS.get(type(value).__name__)
-            cure = f"mh.{same} does the same" if same else f"derive your class from mh.{name}"
-            raise BadSettings(
-                f"{option}=[{value!r}]: {type_in_words(value)} is not a {name}; {cure}"
-                + (" (callbacks of Keras and Lightning have other events)" if name == "Callback" else "")
-            )
+            others = " (mh.EarlyStopping, mh.BestCheckpoint and others do what Lightning's and Keras's do)"
+            cure = f"derive your class from mh.{name}{others if name == 'Callback' else ''}"
+            raise BadSettings(f"{option}=[{value!r}]: {type_in_words(value)} is not a {name}; {cure}")
         _check_methods(value)
         if value.every is not None:
             check_count(value.every, f"{type(value).__name__}: every={value.every!r}")

@@ -312,8 +312,5 @@ class Dispatcher:
         except ManyhandsError:
             raise
         except Exception as error:
-            step = self.training.step
-            raise CallbackFailed(
-                f"the callback {name} failed in {moment} (epoch {self.training.epoch}, step {step}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            where = f"{moment} (epoch {self.training.epoch}, step {self.training.step})"
+            raise CallbackFailed(f"the callback {name} failed in {where}: {type(error).__name__}: {error}") from error

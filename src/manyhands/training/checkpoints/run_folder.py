@@ -48,7 +48,7 @@ class RunPlan:
         run = RunFolder(self.path)
         with named_refusals(self.path):
             run.check_is_run_or_new()
-            if not self.resumes and run.is_begun():
+            if not self.resumes and (store.latest(run.checkpoints) is not None or run.metrics()):
                 raise BadRunFolder(
                     f"{self.path} holds a run already: give resume='auto' to continue it, or another folder to "
                     "start a new one"
@@ -133,19 +133,10 @@ class RunFolder:
         if not self.path.is_dir():
             raise BadRunFolder(f"{self.path} is a file: a run needs a folder. Name another path.")
         if any(entry.name != _LOCK for entry in self.path.iterdir()):
-            raise BadRunFolder(
-                f"{self.path} holds other things than a run (no {self.config_path.name}): name another folder."
-            )
-
-    def is_begun(self) -> bool:
-        """Whether the folder has checkpoints or metrics, which a new run would destroy."""
-        return store.latest(self.checkpoints) is not None or bool(self.metrics())
+            raise BadRunFolder(f"{self.path} holds other things than a run (no config.json): name another folder.")
 
     def lock(self) -> str | None:
-        """Keep other jobs out until `release`, or until this process ends; a note where this file system has no locks.
-
-        Two jobs that write to one run would write every epoch twice. Readers need no lock.
-        """
+        """Keep other jobs out until `release`, or until this process ends; a note where the files have no locks."""
         if self._lock is not None or self._lock_note is not None:
             return self._lock_note
         path, lock = self.path / _LOCK, filelock.FileLock(self.path / _LOCK, timeout=0, thread_local=False)
@@ -223,7 +214,8 @@ class RunFolder:
 
     def add_row(self, row: Mapping[str, Any]) -> str | None:
         """Add a row to metrics.jsonl; NaN becomes null. The warning of a full disk; the next call tries again."""
-        self.unwritten.append({key: _or_null(value) for key, value in row.items()})
+        odd = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+        self.unwritten.append({**row, **dict.fromkeys(odd)})
         try:
             self.write_rows([*self.metrics(), *self.unwritten])
         except OSError as error:
@@ -263,10 +255,5 @@ def named_refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadRunFolder(
-            f"{path} cannot be a run's folder: {error.strerror or error}. Name a folder that can be written to."
-        ) from error
-
-
-def _or_null(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        why = error.strerror or error
+        raise BadRunFolder(f"{path} cannot be a run's folder: {why}. Name one that can be written to.") from error

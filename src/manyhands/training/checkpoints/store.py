@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 from manyhands import files
-from manyhands.amounts import count_of
 from manyhands.errors import CheckpointDamaged, CheckpointNotWritten, NoCheckpoint, NotJson
 
 FORMAT = 1
@@ -144,9 +143,11 @@ def save(
         _clear_leftovers(folder)
         _write(contents, target)
     except OSError as error:
+        newest = latest(folder)
+        left = "There is no older one" if newest is None else f"The last one left is of step {step_of(newest)}"
         refused = CheckpointNotWritten(
             f"the checkpoint of step {step} could not be written to {folder}: {error.strerror or error}. "
-            f"{_what_is_left(folder)} Make room, or choose another folder."
+            f"{left}. Make room, or choose another folder."
         )
         refused.errno = error.errno
         raise refused from error
@@ -162,13 +163,6 @@ def load(path: Path) -> Checkpoint:
     if path.is_dir() and (step_of(path) is not None or (path / _STATE).exists()):
         return _read(path)
     return _read_newest(path)
-
-
-def _what_is_left(folder: Path) -> str:
-    newest = latest(folder)
-    if newest is None:
-        return "There is no older one."
-    return f"The last one left is of step {step_of(newest)}."
 
 
 def _state_text(step: int, state: dict[str, Any], blobs: Mapping[str, bytes]) -> bytes:
@@ -229,10 +223,7 @@ def _read_newest(folder: Path) -> Checkpoint:
         return checkpoint
     if damaged:
         raise CheckpointDamaged(f"{damaged[0]} No other checkpoint in {folder} is intact.") from damaged[0]
-    raise NoCheckpoint(
-        f"there is no checkpoint in {folder}. A checkpoint is a folder named step-00000123; "
-        "give one of them, or the folder that holds them."
-    )
+    raise NoCheckpoint(f"there is no checkpoint in {folder}. A checkpoint is a folder named step-00000123.")
 
 
 def _read(path: Path) -> Checkpoint:
@@ -257,10 +248,7 @@ def _read_state(file: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointDamaged(f"{file} is not the state of a checkpoint: {type(error).__name__}, {error}.") from error
     if type(version) is not int or version != FORMAT:
-        raise CheckpointDamaged(
-            f"{file} has format {version!r}; this version of manyhands reads format {FORMAT}. "
-            "Load it with the version that wrote it."
-        )
+        raise CheckpointDamaged(f"{file} has format {version!r}; this version of manyhands reads format {FORMAT}.")
     if not is_whole:
         raise CheckpointDamaged(f"{file} has changed since it was written: its SHA-256 differs.")
     return content  # type: ignore[no-any-return]
@@ -282,9 +270,7 @@ def _read_file(file: Path, size: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointDamaged(f"{file} is not a file.")
         if status.st_size > size:
-            raise CheckpointDamaged(
-                f"{file} has {count_of(status.st_size, 'byte')}, more than the {size:,} it may have."
-            )
+            raise CheckpointDamaged(f"{file} has {status.st_size:,} bytes, more than the {size:,} it may have.")
         return file.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{file} is missing.") from error

@@ -39,10 +39,7 @@ def arrays_for(blob: bytes, expected: Mapping[str, Any], contents: str) -> dict[
 
 
 def refuse_others(saved: Mapping[str, Any], expected: Mapping[str, Any], contents: str) -> None:
-    """Refuse tensors of other names or shapes than expected, with the differences named.
-
-    ``contents``: what they are then, "weights of another model".
-    """
+    """Refuse tensors of other names or shapes than expected, with the differences named."""
     differences = [f"{name} is missing" for name in expected.keys() - saved.keys()]
     differences += [f"{name} is unknown here" for name in saved.keys() - expected.keys()]
     differences += [

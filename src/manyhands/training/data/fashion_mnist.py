@@ -105,10 +105,7 @@ def load(path: str | Path | None = None, *, download: bool = True) -> FashionMni
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """The array in an IDX file of unsigned bytes: labels (one dimension) or images (three).
-
-    Whether the file is packed is seen from its first bytes, not from its name.
-    """
+    """The array in an IDX file of unsigned bytes: labels (one dimension) or images (three)."""
     if not os.path.isfile(path):  # a pipe or a device would be waited for without end
         raise DataNotFound(f"{path}: there is no such file. Check the name.")
     try:

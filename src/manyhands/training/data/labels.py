@@ -17,15 +17,6 @@ from manyhands.amounts import count_of
 from manyhands.errors import BadLabels
 
 
-def out_of_range(low: Any, high: Any, classes: int) -> BadLabels:
-    """The error for labels that a model has no output for."""
-    cure = ". If they begin at 1, subtract 1: y - 1" if low > 0 and high == classes else ""
-    return BadLabels(
-        f"labels go from {low} to {high}, but the model has {count_of(classes, 'output')}: they must be 0 to "
-        f"{classes - 1}{cure}"
-    )
-
-
 @dataclass
 class ClassLabels:
     """Refuses labels that are no class numbers, and those that the model has no output for.
@@ -86,8 +77,13 @@ class ClassLabels:
             )
         if len(shape) != 1 and not (self.columns and shape[1:] == (1,)):
             raise BadLabels(f"{needed}: give {'y.reshape(-1)' if shape[1:] == (1,) else 'one, or another loss='}")
-        if labels.limits is not None and (labels.limits[0] < 0 or labels.limits[1] >= classes):
-            raise out_of_range(*labels.limits, classes)
+        low, high = labels.limits or (0, 0)
+        if low < 0 or high >= classes:
+            cure = ". If they begin at 1, subtract 1: y - 1" if low > 0 and high == classes else ""
+            raise BadLabels(
+                f"labels go from {low} to {high}, but the model has {count_of(classes, 'output')}: they must be 0 to "
+                f"{classes - 1}{cure}"
+            )
 
 
 Look = Callable[[Sequence[Any]], None]  # checks the labels of a batch

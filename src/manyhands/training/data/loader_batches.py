@@ -81,7 +81,9 @@ def windows(
             repeated = stop == cursor.sample and cursor.digest in (None, digest)
         start = stop
     if not number:
-        raise _no_batch(loader, cursor.epoch)
+        once = f"{type_in_words(loader)} can be iterated only once, and this one is used up. {_AGAIN}"
+        why = once if isinstance(loader, Iterator) else "it has no samples"
+        raise BadBatch(f"the loader gave no batch for epoch {cursor.epoch + 1}: {why}")
     if number < cursor.batch:
         raise _not_repeated(cursor)
     if not repeated:  # the epoch was at its end: no sample is missed
@@ -106,10 +108,7 @@ def another_size(size: int, of_data: int) -> BadSettings:
 
 
 def check_agreement(pairs: Iterable[tuple[Window, B]], all_have: Callable[[int], bool]) -> Generator[tuple[Window, B]]:
-    """The same batches; an error where the loaders of other processes give other ones.
-
-    ``all_have`` asks all processes whether they have the same number.
-    """
+    """The same batches; an error where the loaders of other processes give other ones."""
     window = None
     for number, (window, batch) in enumerate(pairs, 1):
         if number & (number - 1) == 0:
@@ -146,10 +145,7 @@ def is_used_up(loader: Any) -> bool:
 
 
 def check(data: Any, epochs: int, *, may_be_endless: bool = False) -> None:
-    """Refuse a loader that can be iterated once where there are several epochs, and one whose epoch never ends.
-
-    ``may_be_endless``: something else than the end of the data ends the job.
-    """
+    """Refuse a loader that can be iterated once where there are several epochs, and one whose epoch never ends."""
     if may_be_endless:
         return
     loader = getattr(data, "loader", None)
@@ -157,9 +153,8 @@ def check(data: Any, epochs: int, *, may_be_endless: bool = False) -> None:
         name = type(loader).__name__ if isinstance(loader, _ENDLESS) else "data set"
         raise BadBatch(f"a {name} without an end was given: its first epoch would never end. {_END_IT}")
     if epochs > 1 and is_used_up(loader):
-        raise BadBatch(
-            f"{type_in_words(loader)} can be iterated only once, and max_epochs is {epochs}. {_AGAIN}, or max_epochs=1"
-        )
+        once = f"{type_in_words(loader)} can be iterated only once, and max_epochs is {epochs}"
+        raise BadBatch(f"{once}. {_AGAIN}, or max_epochs=1")
 
 
 def _says_endless(loader: Any) -> bool:
@@ -178,15 +173,6 @@ _AGAIN = "Give the function that makes it (batches instead of batches()), or an 
 
 
 # Errors
-
-
-def _no_batch(loader: Any, epoch: int) -> BadBatch:
-    if not isinstance(loader, Iterator):
-        return BadBatch("the loader gave no batch: it has no samples")
-    return BadBatch(
-        f"there is no batch left for epoch {epoch + 1}: {type_in_words(loader)} can be iterated only once, and this "
-        f"one is used up. {_AGAIN}"
-    )
 
 
 def _not_repeated(cursor: Cursor) -> WrongCheckpoint:
@@ -281,16 +267,10 @@ def as_number(limit: float | None, source: Any, batch_size: int, option: str) ->
         return limit if full is None else min(limit, full)
     batches = full or (length(source) if source.count is None else -(-source.count // batch_size))
     if batches is None:
-        raise BadSettings(
-            f"{option}={limit:g} is a part of the batches, and the loader does not say how many it has (it has no "
-            "__len__): give a number of batches"
-        )
+        raise BadSettings(f"{option}={limit:g} is a part, and the loader has no __len__: give a number of batches")
     number = math.floor(batches * limit + 1e-9)  # 0.29 * 100 is a little less than 29
     if not number:
-        raise BadSettings(
-            f"{option}={limit:g} of {count_of(batches, 'batch', 'batches')} is none: give a number of batches, or at "
-            f"least {1 / batches:.3g}"
-        )
+        raise BadSettings(f"{option}={limit:g} of {batches} batches is none: give at least {1 / batches:.3g}")
     return number
 
 
@@ -365,6 +345,4 @@ def _stack(samples: list[Any]) -> Any:
     try:
         return structures[0].unflatten([np.stack(parts) for parts in zip(*leaves, strict=True)])
     except ValueError as error:
-        raise BadBatch(
-            f"samples of the data have unlike shapes, and a batch is one array ({error}): pad them"
-        ) from error
+        raise BadBatch(f"samples of the data have unlike shapes ({error}): pad them to make one array") from error

@@ -66,10 +66,7 @@ def _only_train(data: Any, validation: Any, is_array: Callable[[Any], bool]) -> 
     if hasattr(data, "train_dataloader"):
         return data.train_dataloader()
     if isinstance(data, tuple) and len(data) == 2 and all(_is_batch(part, is_array) for part in data):
-        raise BadBatch(
-            "the training data are a pair, (train, validation), and validation data were given beside them: write "
-            "fit(model, train, validation)"
-        )
+        raise BadBatch("the data are a pair with validation data beside them: write fit(model, train, validation)")
     return data
 
 
@@ -118,10 +115,8 @@ class ModelInputs:
                 "not used), or targets=False if it is an input"
             )
         if parts - 1 > self.most:
-            takes = count_of(self.most, "input")
-            raise BadBatch(
-                f"the data have {count_of(parts, 'part')}, and {self.name} takes {takes}: give (inputs..., target)"
-            )
+            takes = f"{self.name} takes {count_of(self.most, 'input')}"
+            raise BadBatch(f"the data have {count_of(parts, 'part')}, and {takes}: give (inputs..., target)")
         return parts - 1
 
     def of(self, batch: Sequence[Any]) -> tuple[Any, ...]:

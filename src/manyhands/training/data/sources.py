@@ -231,11 +231,13 @@ class Stream:
 Source = Arrays | Stream
 
 
-def source(data: Any, *, shuffle: bool = True, structure: Structure | None = None) -> Source:
-    """The source that fits what the user has: arrays of any framework, something that gives batches, or a source.
+def prepared_by(source: Source) -> Callable[[Batch], Batch]:
+    """A function that prepares the arrays of a batch, and puts them into the structure of the user's batches."""
+    return lambda batch: source.nest(source.prepare(batch))
 
-    ``structure``: a new one, where parts of a batch may be dicts and lists of arrays.
-    """
+
+def source(data: Any, *, shuffle: bool = True, structure: Structure | None = None) -> Source:
+    """The source that fits what the user has: arrays of any framework, something that gives batches, or a source."""
     if isinstance(data, (Arrays, Stream)):
         return data
     data = with_arrays(data)
@@ -311,9 +313,7 @@ def _parts(batch: Any, structure: Structure | None = None, fewest: int = 2) -> t
     if structure is not None and structure.dicts and isinstance(batch, Mapping):
         batch, fewest = (batch,), 1
     if not isinstance(batch, (tuple, list)) or len(batch) < fewest:
-        raise BadBatch(
-            f"the loader gave {refusals.in_words(batch)} where a batch (inputs, target) is needed: give both"
-        )
+        raise BadBatch(f"the loader gave {refusals.in_words(batch)}, and a batch is (inputs, target): give both")
     if structure is not None:
         batch = structure.flat(batch)
     for part in batch:
@@ -356,10 +356,8 @@ class Structure:
         if self._spec is None:
             self._spec = spec
         elif self._spec != spec:
-            raise BadBatch(
-                f"a batch has the parts {_describe(spec)}, and the one before it had {_describe(self._spec)}: give "
-                "every batch the same parts"
-            )
+            before = _describe(self._spec)
+            raise BadBatch(f"a batch has the parts {_describe(spec)}, the one before it {before}: give all the same")
         return tuple(arrays)
 
     def nest(self, arrays: Sequence[Any]) -> tuple[Any, ...]:

@@ -109,9 +109,7 @@ class Evaluating(abc.ABC):
             data = data.val_dataloader()
         source, second = self._sources(data)
         if second is not None:
-            raise BadBatch(
-                f"{method} takes one data set, and two were given: give the one that is meant, {method}(model, data[1])"
-            )
+            raise BadBatch(f"{method} takes one data set, and two were given: write {method}(model, data[1])")
         loader_batches.check(source, 1, may_be_endless=isinstance(limit, int))
         alone = {"targets": False} if method == "predict" and hasattr(source, "targets") else {}
         source = dataclasses.replace(source, shuffle=False, **alone)
@@ -155,9 +153,8 @@ class Evaluating(abc.ABC):
         step = getattr(type(model), "training_step", None)
         if self.options.loss is None or step is None or step.__module__.startswith("manyhands."):
             return
-        raise BadSettings(
-            f"loss= and training_step of {type(model).__name__}, which computes its loss itself: leave out one of them"
-        )
+        name = type(model).__name__
+        raise BadSettings(f"loss= and training_step of {name}, which computes its loss itself: leave out one of them")
 
     def _sources(self, data: Any, validation: Any = None) -> tuple[Any, Any]:
         """The training data and the validation data (or None), as the framework's sources."""

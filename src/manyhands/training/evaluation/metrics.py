@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import pickle
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -68,32 +67,15 @@ def _of_function(function: Callable[[Any, Any], Any], join: Join) -> MetricCalls
 
 
 class Metrics:
-    """All metrics of a job, by name. Sent to other processes, it is unpacked only in the one that computes them.
+    """All metrics of a job, by name.
 
     The values of a meter without a name have names of their own, ``names`` where they are known.
     """
 
     def __init__(self, meters: dict[str, MetricCalls] | None = None, names: Sequence[str] | None = None) -> None:
-        self._meters, self._packed = meters or {}, b""
+        self.meters = meters or {}
         self._last_forms = ("", "")  # outputs and targets of the last piece, in words
-        self.names = tuple(self._meters if names is None else names)
-
-    @property
-    def meters(self) -> dict[str, MetricCalls]:
-        if self._packed:
-            self._meters, self._packed = pickle.loads(self._packed), b""
-        return self._meters
-
-    def __bool__(self) -> bool:
-        return bool(self._packed or self._meters)
-
-    def __getstate__(self) -> tuple[bytes, tuple[str, ...]]:
-        import cloudpickle
-
-        return bytes(cloudpickle.dumps(self.meters)) if self else b"", self.names
-
-    def __setstate__(self, state: tuple[bytes, tuple[str, ...]]) -> None:
-        self._meters, (self._packed, self.names), self._last_forms = {}, state, ("", "")
+        self.names = tuple(self.meters if names is None else names)
 
     def reset(self) -> None:
         for meter in self.meters.values():
@@ -118,10 +100,7 @@ class Metrics:
 
 
 def metrics_of(metrics: Any, framework_meter: Callable[[Any], MetricCalls | None], join: Join) -> Metrics:
-    """The metrics that are meant by a dict, a list, or a single one.
-
-    ``framework_meter`` makes a meter of the framework's own metric objects; None for anything else.
-    """
+    """The metrics that are meant by a dict, a list, or a single one."""
     if metrics is None:
         return Metrics()
     if isinstance(metrics, Mapping):
@@ -133,7 +112,10 @@ def metrics_of(metrics: Any, framework_meter: Callable[[Any], MetricCalls | None
     for name, metric in pairs:
         _check_name(name, meters)
         if (meter := framework_meter(metric)) is None:
-            _check_function(name, metric)
+            if isinstance(metric, type):
+                raise BadSettings(f"metric {name!r} is a class: make one, {metric.__name__}(...)")
+            if not callable(metric):
+                raise BadSettings(f"metric {name!r} is of type {type(metric).__name__}: give {_HOW}")
             meter = _of_function(metric, join)
         meters[name] = meter
     return Metrics(meters)
@@ -164,13 +146,6 @@ def _check_name(name: Any, others: Mapping[str, MetricCalls]) -> None:
         raise BadSettings(f"a metric cannot be called {name!r}, which the trainer computes itself: give another name")
     if name in others:
         raise BadSettings(f"two metrics are called {name!r}: give them names, metrics={{'first': ..., 'second': ...}}")
-
-
-def _check_function(name: str, metric: Any) -> None:
-    if isinstance(metric, type):
-        raise BadSettings(f"metric {name!r} is a class: make one, {metric.__name__}(...)")
-    if not callable(metric):
-        raise BadSettings(f"metric {name!r} is of type {type(metric).__name__}: give {_HOW}")
 
 
 def _first_parameter(function: Any) -> str | None:
@@ -224,11 +199,8 @@ class Evaluates(Protocol):
 def evaluate_with_metrics(
     learner: Evaluates, metrics: Metrics, alive: Callable[[], None]
 ) -> tuple[Totals | None, dict[str, Any]]:
-    """Loss and accuracy, and the value of each metric, the same in every process.
-
-    The first process computes the metrics: it has the outputs and targets of all devices.
-    """
-    if not metrics:
+    """Loss and accuracy, and the value of each metric, the same in every process."""
+    if not metrics.meters:
         return learner.evaluate(alive), {}
     if learner.rank == 0:
         metrics.reset()
@@ -282,10 +254,7 @@ def whole_size(data: Any, batch_size: int) -> int:
 
 
 class PendingOutputs:
-    """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for.
-
-    ``deliver=None``: it is dropped.
-    """
+    """What is still on its way to the host, handed on in order; the newest ``ahead`` are not waited for."""
 
     def __init__(self, deliver: Callable[[Any], None] | None, ahead: int = 1) -> None:
         self._hand_on, self._ahead = deliver, ahead

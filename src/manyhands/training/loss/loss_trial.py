@@ -174,10 +174,7 @@ def tolerances(precisions: Iterable[str]) -> tuple[float, float]:
 
 
 def compare(batches: Batches, close: tuple[float, float]) -> Difference | str | None:
-    """How the parts of the batches differ from the whole, or why that is not known; None: they add up.
-
-    The first batch is tried most thoroughly.
-    """
+    """How the parts of the batches differ from the whole, or why that is not known; None: they add up."""
     outcomes: list[str | None] = []
     for number, (compute, size) in enumerate(batches):
         outcome = _compare(compute, size, close, halves=not number)

@@ -4,8 +4,8 @@ A base class may have these methods only as defaults: :func:`default` marks them
 them is trained as one without.
 
 The models of textbooks draw their curves themselves: a step calls ``self.plot(key, value, train)``, which reads the
-value on the host, and ``validation_step`` returns nothing. Here the trainer draws. It takes the place of ``plot``:
-nothing is read on the host, and the loss and the accuracy that a validation step plots are those of the epoch.
+value on the host. Here the trainer draws, and takes the place of ``plot``: the loss and the accuracy that a validation
+step plots are those of the epoch.
 """
 
 from __future__ import annotations
@@ -61,21 +61,15 @@ def plots_of(model: Any) -> Plots | None:
     return plots if isinstance(plots, Plots) else None
 
 
-def plots_itself(model: Any) -> bool:
-    """Whether a model plots its values while it computes, as those of textbooks do."""
+def take_over_plots(model: Any) -> None:
+    """Take the place of a model's ``plot``, if it plots its values while it computes, as those of textbooks do."""
     plot = getattr(type(model), "plot", None)
-    if plot is None or is_default(model, "plot"):
-        return plot is not None
-    return callable(plot) and hasattr(model, "board") and [*inspect.signature(plot).parameters][1:] == _ARGUMENTS
+    of_book = callable(plot) and hasattr(model, "board") and [*inspect.signature(plot).parameters][1:] == _ARGUMENTS
+    if of_book or is_default(model, "plot"):
+        vars(model)["plot"] = Plots()
 
 
 _ARGUMENTS = ["key", "value", "train"]
-
-
-def take_over_plots(model: Any) -> None:
-    """Take the place of a model's ``plot``, if it plots."""
-    if plots_itself(model):
-        vars(model)["plot"] = Plots()
 
 
 @contextlib.contextmanager

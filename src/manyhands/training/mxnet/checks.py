@@ -14,7 +14,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.backends.mxnet import devices as backend
-from manyhands.errors import BadSettings, type_in_words
+from manyhands.errors import BadSettings
 from manyhands.training import launcher, refusals
 from manyhands.training.data.labels import ClassLabels, Look, check_sources
 from manyhands.training.data.sources import Arrays, Batch, Source
@@ -29,9 +29,8 @@ _FEW = 2
 def refuse_launcher() -> None:
     if launcher.is_launched():
         raise BadSettings(
-            "RANK and WORLD_SIZE say that a launcher started several processes. MXNet's packages have no distributed "
-            "key-value store, so they could not train together: start one process, which trains on all devices of its "
-            "machine"
+            "RANK and WORLD_SIZE name several processes, and MXNet's packages have no distributed key-value store: "
+            "start one process, which trains on all devices of its machine"
         )
 
 
@@ -44,10 +43,7 @@ def check_model(model: Any) -> None:
     check_block(model)
     parameters = replicas.distinct(model)
     if all(parameter.grad_req == "null" for parameter in parameters):
-        raise BadSettings(
-            f"{type_in_words(model)} has no parameters that could be trained: set grad_req = 'write' of those that are "
-            "to be trained"
-        )
+        raise refusals.nothing_to_train(model, "set grad_req = 'write' of those that are to be trained")
     if any(parameter._stype != "default" or parameter._grad_stype != "default" for parameter in parameters):
         raise BadSettings("parameters and gradients that are sparse cannot be trained here: make the layer dense")
 
@@ -75,10 +71,7 @@ def make_parameters(model: Any, data: Source, seed: int) -> None:
 
 
 def check_labels(objective: Objective, *sources: Source | None) -> Look | None:
-    """Check that the model has an output for every label: MXNet would take the nearest class.
-
-    The objective learns the number of outputs from the first output.
-    """
+    """Check that the model has an output for every label: MXNet would take the nearest class."""
     if not objective.of_classes:
         return None
     objective.labels = labels = ClassLabels(floats=True, columns=True)

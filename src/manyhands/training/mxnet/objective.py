@@ -74,10 +74,8 @@ class Objective:
                 raise
             if isinstance(self.loss, _PAIRING) and math.prod(output.shape) != math.prod(target.shape):
                 raise refusals.unlike_target(output.shape, target.shape) from error
-            raise BadBatch(
-                f"{type(self.loss).__name__} cannot compare outputs of shape {output.shape} with targets of shape "
-                f"{target.shape}: {_reason(error)}"
-            ) from error
+            shapes = f"outputs of shape {output.shape} with targets of shape {target.shape}"
+            raise BadBatch(f"{type(self.loss).__name__} cannot compare {shapes}: {_reason(error)}") from error
         correct = count_correct(output, target, are_classes=self.of_classes)
         return replace(_loss(value, size, "the loss", correct), output=output)
 
@@ -150,10 +148,8 @@ def _loss(value: Any, size: int, name: str, correct: Any | None = None) -> Loss:
     if _is_scalar(value):
         return Loss(value.reshape((1,)).sum() * size, None, correct)
     if value.shape[0] != size:
-        raise BadBatch(
-            f"the loss of {count_of(size, 'sample')} has the shape {tuple(value.shape)}: give one number per sample, "
-            "or their mean"
-        )
+        shape = f"the loss of {count_of(size, 'sample')} has the shape {tuple(value.shape)}"
+        raise BadBatch(f"{shape}: give one number per sample, or their mean")
     return Loss(value.sum(), None, correct)
 
 
@@ -161,10 +157,7 @@ def check_same_kind(losses: Sequence[Loss]) -> bool:
     """Whether the parts of a batch are sums with counts; all of them have to be, or none."""
     kinds = {loss.count is not None for loss in losses}
     if len(kinds) > 1:
-        raise BadSettings(
-            "the loss is a LossSum for some parts of a batch and a mean for others, which cannot be put together: "
-            "return a LossSum for each"
-        )
+        raise BadSettings("the loss is a LossSum for some parts of a batch only: return a LossSum for each")
     return True in kinds
 
 
@@ -187,10 +180,7 @@ def count_right(y_hat: Any, y: Any) -> Any:
 
 
 def count_correct(output: Any, target: Any, *, are_classes: bool = False) -> Any | None:
-    """How many rows of class scores are largest at the target; None if these are not class scores.
-
-    Floating-point targets are not, unless they are known to be classes (``are_classes``).
-    """
+    """How many rows of class scores are largest at the target; None if these are not class scores."""
     are_arrays = isinstance(output, mx.nd.NDArray) and isinstance(target, mx.nd.NDArray)
     if not are_arrays or len(output.shape) != 2 or len(target.shape) != 1:
         return None

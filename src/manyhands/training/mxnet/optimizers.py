@@ -92,15 +92,9 @@ def _check_fits(optimizer: Any, *, scheduled: bool, devices: Sequence[mx.Context
     if scheduled and optimizer.lr_scheduler is not None:
         raise BadSettings(f"schedule: the optimizer {name} has its own lr_scheduler: give one of the two")
     if len(devices) > 1 and isinstance(optimizer, _FOR_ONE_DEVICE):
-        raise BadSettings(
-            f"optimizer: MXNet's {name} keeps numbers that all devices share or draws random ones, so replicas would "
-            "drift apart: train on one device, or with another optimizer"
-        )
+        raise BadSettings(f"optimizer: replicas would drift apart with MXNet's {name}: train on one device")
     if len({device.device_id for device in devices}) < len(devices):
-        raise BadSettings(
-            "devices: MXNet's optimizers count their updates by the number of a device, and a CPU and a GPU of one "
-            "number would be the same to them: train on GPUs alone, or on CPUs alone"
-        )
+        raise BadSettings("devices: MXNet's optimizers know a device by its number: train on GPUs, or on CPUs alone")
 
 
 def _fresh(optimizer: Any) -> Any:

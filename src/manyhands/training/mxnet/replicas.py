@@ -61,10 +61,7 @@ def normalises(model: Any) -> bool:
 
 @contextlib.contextmanager
 def on(model: Any, devices: Sequence[mx.Context], dtype: str | None = None) -> Iterator[None]:
-    """Within it the model is on these devices, in this dtype; afterwards on its own devices, in its own dtype.
-
-    It keeps the values of the first device.
-    """
+    """Within it the model is on these devices, in this dtype; afterwards on its own devices, in its own dtype."""
     homes = [(parameter, list(parameter.list_ctx()), parameter.dtype) for parameter in distinct(model)]
     with numpy_like(of_model(model)):
         try:
@@ -135,10 +132,7 @@ def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parame
         if parameter._data is None and not parameter._deferred_init:
             parameter.initialize(mx.init.Zero() if id(parameter) in here else None)
         if parameter._deferred_init:
-            raise ValueError(
-                f"parameter {name!r} has no shape yet, so nothing can be drawn for it: "
-                "call the net once on a batch first, or use a layer that is given its input size"
-            )
+            raise ValueError(f"parameter {name!r} has no shape yet: call the net once on a batch first")
     for layer in drawn:
         shape = layer.weight.shape
         fan_in, fan_out = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])

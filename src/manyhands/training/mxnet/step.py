@@ -112,10 +112,7 @@ class TrainingStep:
         return [mx.nd.multi_all_finite(*part, num_arrays=len(part)) for part in parts]
 
     def _scale(self, number: int, counts: Sequence[Any]) -> None:
-        """Divide one device's gradients by the sum of the counts, if any, and clip all of them together.
-
-        They are the same on every device.
-        """
+        """Divide one device's gradients by the sum of the counts, if any, and clip all of them together."""
         with numpy_like():
             gradients = [parameter.list_grad()[number].as_np_ndarray() for parameter in self._used_parameters]
             if counts and gradients:
@@ -137,10 +134,7 @@ def _multiply(gradients: Sequence[Any], factor: Any) -> None:
 
 
 def evaluate(objective: Objective, shards: Sequence[Batch], sums: RunningSums) -> list[Any]:
-    """Add a batch to the sums, with layers in evaluation mode; returns the model's output for each shard.
-
-    An output is None where the objective does not return it.
-    """
+    """Add a batch to the sums, with layers in evaluation mode; returns the model's output for each shard."""
     losses = [objective(shard, training=False) for shard in shards]
     check_same_kind(losses)
     sums.add(losses, sum(len(shard[0]) for shard in shards))
@@ -259,10 +253,7 @@ class Feed:
     def batches(
         self, cursor: Cursor, size: int, seed: int, shares: Sequence[float] | None = None, *, whole: bool = False
     ) -> Iterator[tuple[Window, Shards]]:
-        """Every batch from the cursor to the end of its epoch, as shards; ``whole`` ones are not divided.
-
-        Arrays come in batches of that size, a loader has its own.
-        """
+        """Every batch from the cursor to the end of its epoch, as shards; ``whole`` ones are not divided."""
         source = self.source
         if isinstance(source, Stream):
             for window, batch in whole_batches(source.windows(cursor, seed), whole):

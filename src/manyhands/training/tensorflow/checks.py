@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from manyhands.errors import BadSettings, type_in_words
+from manyhands.errors import BadSettings
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels, Look, check_sources
 from manyhands.training.data.sources import Arrays, Source
@@ -36,10 +36,8 @@ _OWN_LOOP = {
 
 def check_model(model: Any) -> None:
     if keras.config.backend() != "tensorflow":
-        raise BadSettings(
-            f"Keras computes with {keras.config.backend()} in this program: set KERAS_BACKEND=tensorflow before it is "
-            "imported"
-        )
+        backend = keras.config.backend()
+        raise BadSettings(f"Keras computes with {backend}: set KERAS_BACKEND=tensorflow before it is imported")
     if not isinstance(model, keras.Layer):
         raise refusals.not_a_model(model, "a keras.Model or a keras.Layer")
     for layer in model._flatten_layers():
@@ -62,16 +60,12 @@ def check_compiled(model: Any, *, loss: Any, tests: bool) -> None:
         if (says_itself and name != "compute_metrics") or (name == "test_step" and not tests):
             continue
         if getattr(type(model), name) is not getattr(keras.Model, name):
-            raise BadSettings(
-                f"{type(model).__name__} has a {name} of its own, which the trainer does not call: {advice}"
-            )
+            own = f"{type(model).__name__} has a {name} of its own"
+            raise BadSettings(f"{own}, which the trainer does not call: {advice}")
     if not getattr(model, "compiled", False):
         return
     if model.run_eagerly:
-        raise BadSettings(
-            "the model was compiled with run_eagerly=True, and the trainer runs a step as one graph: compile it "
-            "without. tf.print shows values in a graph"
-        )
+        raise BadSettings("the model was compiled with run_eagerly=True, and a step is one graph: compile it without")
     if model._compile_metrics is not None and model._compile_metrics._user_weighted_metrics:
         raise BadSettings("the model was compiled with weighted_metrics, which get no weights here: give metrics=")
 
@@ -85,10 +79,7 @@ def materialise(model: Any, data: Source) -> None:
         few = keras.tree.map_structure(_shape, data.few(_FEW, tf.convert_to_tensor))
         output_of(model, parts_of(model, few).inputs, training=False)
     if not model.trainable_variables:
-        raise BadSettings(
-            f"{type_in_words(model)} has no parameters that could be trained: set trainable = True in a layer that has "
-            "weights"
-        )
+        raise refusals.nothing_to_train(model, "set trainable = True in a layer that has weights")
 
 
 def _shape(part: Any) -> Any:
@@ -99,10 +90,7 @@ def _shape(part: Any) -> Any:
 
 
 def check_labels(model: Any, objective: Objective, *sources: Source | None) -> Look | None:
-    """Check that the model has an output for every label: on a GPU the loss would become NaN much later.
-
-    The objective learns the number of outputs from the first output.
-    """
+    """Check that the model has an output for every label: on a GPU the loss would become NaN much later."""
     if not isinstance(objective, Supervised) or not _of_classes(objective.loss):
         return None
     of_keras = objective.loss is not None  # its own losses take more kinds of labels
@@ -120,9 +108,8 @@ def _of_classes(loss: Any) -> bool:
     kind = keras.losses.SparseCategoricalCrossentropy
     if isinstance(loss, str):
         return loss.lower().replace("_", "") == "sparsecategoricalcrossentropy"
-    return any(loss is one for one in (None, kind, keras.losses.sparse_categorical_crossentropy)) or (
-        isinstance(loss, keras.losses.Loss) and isinstance(loss, kind)
-    )
+    known = (None, kind, keras.losses.sparse_categorical_crossentropy)
+    return any(loss is each for each in known) or isinstance(loss, kind)
 
 
 # The loss

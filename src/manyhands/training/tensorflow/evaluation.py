@@ -12,7 +12,7 @@ import tensorflow as tf
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.roles import ModelInputs
-from manyhands.training.data.sources import Source
+from manyhands.training.data.sources import Source, prepared_by
 from manyhands.training.evaluation.metrics import (
     MetricCalls,
     Metrics,
@@ -89,10 +89,6 @@ def apart(model: Any, objective: Objective, data: Source, world: World, settings
     step = TrainingStep(world.strategy, Function(model, objective, settings.seed), None, (), settings)
     step.copy_from_first(world)
     return Evaluation(step, world, data, check)
-
-
-def prepared_by(source: Source) -> Any:
-    return lambda batch: source.nest(source.prepare(batch))
 
 
 def _outputs(world: World, take: Take | None) -> PendingOutputs:

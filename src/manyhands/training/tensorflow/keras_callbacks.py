@@ -1,13 +1,10 @@
 """Keras's own callbacks in ``Trainer(callbacks=[keras.callbacks.EarlyStopping(...)])``.
 
-Their moments of a training, an epoch and an evaluation are called as in ``model.fit``, with Keras's names of metrics
-(``loss``, ``accuracy``, ``val_loss``, ``val_accuracy``, ``val_<metric>``). At the end of an epoch the model has the
-weights of that moment, so that it can be saved; ``model.stop_training = True`` ends the job. What is called at every
-batch is refused, because its metrics would have to be waited for, and so is what writes to the optimizer, which is not
-the one that trains.
-
-A checkpoint keeps the plain numbers of a callback and its lists of arrays (``wait``, ``best`` and ``best_weights`` of
-an EarlyStopping): a resumed job stops where it would have stopped, with the weights that it would have had.
+Their moments of a training, an epoch and an evaluation are called as in ``model.fit``, with Keras's names of metrics.
+At the end of an epoch the model has the weights of that moment, so that it can be saved. What is called at every batch
+is refused, because its metrics would have to be waited for, and so is what writes to the optimizer, which is not the
+one that trains. A checkpoint keeps the plain numbers of a callback and its lists of arrays (``wait``, ``best`` and
+``best_weights`` of an EarlyStopping).
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import keras
 import numpy as np
 
 from manyhands.errors import BadSettings
-from manyhands.training.callbacks.callback import Callback, Row, Training, Values
+from manyhands.training.callbacks.callback import NO_METRICS, Callback, Row, Training, Values
 from manyhands.training.checkpoints import tensors
 
 _OF_BATCHES = [name for name in dir(keras.callbacks.Callback) if "_batch_" in name and "predict" not in name]
@@ -37,7 +34,6 @@ _INSTEAD = {
 }
 _NAMES = {"train_loss": "loss", "train_acc": "accuracy", "val_acc": "val_accuracy"}
 _PART = "callbacks"  # of a checkpoint
-_NO_METRICS = ("epoch", "step", "samples", "seconds", "whole")
 
 
 class KerasCallback(Callback):
@@ -115,7 +111,7 @@ def _check(callback: keras.callbacks.Callback) -> None:
 
 
 def _logs(row: Row) -> dict[str, Any]:
-    metrics = {name: value for name, value in row.items() if name not in _NO_METRICS and value is not None}
+    metrics = {name: value for name, value in row.items() if name not in NO_METRICS and value is not None}
     return {_NAMES.get(name, name): value for name, value in metrics.items()}
 
 

@@ -24,12 +24,12 @@ from manyhands.training.callbacks.callback import Averaging
 from manyhands.training.checkpoints import tensors
 from manyhands.training.data.labels import Look
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.data.sources import Source
+from manyhands.training.data.sources import Source, prepared_by
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, named_rates
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
 from manyhands.training.tensorflow import keras_callbacks, optimizers
-from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names, prepared_by
+from manyhands.training.tensorflow.evaluation import Evaluation, compiled_names
 from manyhands.training.tensorflow.keras_callbacks import KerasCallback
 from manyhands.training.tensorflow.model import Function, batch_norms, names
 from manyhands.training.tensorflow.objective import Objective
@@ -61,7 +61,7 @@ class KerasLearner:
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.settings = job, world, job.settings
         self.rank, self.size = world.rank, world.size
-        self.data: Source = job.train
+        self.data, self.test = job.train, job.test
         self.shares = job.settings.fixed_shares
         self.optimizer_name = type(job.optimizer).__name__
         self.optimizer_options = optimizers.options(job.optimizer)
@@ -72,9 +72,12 @@ class KerasLearner:
         self.variables = self._variables()
         self.memory = {str(number): variable for number, variable in enumerate(self.step_of.memory)}
         self.callbacks: list[KerasCallback] = []  # of Keras
-        self.notes = self._first_notes()
+        self.notes = list(job.notes)
+        if job.test is None and compiled_names(job.model):
+            self.notes.append("metrics of model.compile are computed over validation data, and there are none")
         # Of a single sample there are no statistics.
-        self.least = 2 if self._normalises() and not self.step_of.all_take_part else 1
+        normalises = world.replicas > 1 and any(layer.trainable for layer in batch_norms(job.model))
+        self.least = 2 if normalises and not self.step_of.all_take_part else 1
         self.feed = Feed(job.train, world.replicas, job.labels)
         self._train = self.step_of.trainer(prepared_by(job.train))
         self.evaluation = None if job.test is None else Evaluation(self.step_of, world, job.test, job.labels)
@@ -95,20 +98,6 @@ class KerasLearner:
         by_id = {id(variable): replicated for variable, replicated in zip(of_model, of_step, strict=True)}
         weights = self.job.model.weights
         return {name: by_id[id(weight)] for name, weight in zip(names(self.job.model), weights, strict=True)}
-
-    def _normalises(self) -> bool:
-        """Whether a layer takes statistics over the samples of a batch, and there are several devices."""
-        return self.world.replicas > 1 and any(layer.trainable for layer in batch_norms(self.job.model))
-
-    def _first_notes(self) -> list[str]:
-        notes = list(self.job.notes)
-        if self.job.test is None and compiled_names(self.job.model):
-            notes.append("metrics of model.compile are computed over validation data, and there are none")
-        return notes
-
-    @property
-    def test(self) -> Source | None:
-        return self.job.test
 
     # Steps
 

@@ -197,10 +197,8 @@ def reduce_values(value: Any, *, name: str) -> Losses:
     if isinstance(value, LossSum):
         total = _as_floating(value.total, name)
         if total.shape.rank:
-            raise BadSettings(
-                f"{name} returned a LossSum whose total has shape {tuple(total.shape)}: a total is one number, "
-                "tf.reduce_sum(...)"
-            )
+            shape = tuple(total.shape)
+            raise BadSettings(f"{name} returned a LossSum whose total has shape {shape}: give tf.reduce_sum(...)")
         return Losses(sums=(LossSum(total, tf.stop_gradient(tf.cast(value.count, total.dtype))),))
     loss = _as_floating(value, name)
     if not loss.shape.rank:
@@ -214,8 +212,5 @@ def _as_floating(value: Any, name: str) -> Any:
     if tf.is_tensor(value) and value.dtype.is_floating:
         return tf.convert_to_tensor(value)
     if tf.is_tensor(value):
-        raise BadSettings(
-            f"{name} returned whole numbers ({value.dtype.name}), which have no gradient: compute it from "
-            "floating-point numbers"
-        )
+        raise BadSettings(f"{name} returned whole numbers ({value.dtype.name}), which have no gradient")
     raise refusals.not_a_loss(name, value)

@@ -58,9 +58,7 @@ def stateless(optimizer: Any, variables: Sequence[Any]) -> Any:
         if getattr(optimizer, option, None):
             raise BadSettings(f"the optimizer has {option}={getattr(optimizer, option)}: {cure}")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise BadSettings(
-            "a LossScaleOptimizer is for float16, which is not supported here: give precision='bf16', which needs none"
-        )
+        raise BadSettings("a LossScaleOptimizer is for float16, which is not supported here: give precision='bf16'")
     kind = type(optimizer)
     try:
         with_function: Any = type(kind.__name__, (kind, Stateless), {})

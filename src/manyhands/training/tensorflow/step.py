@@ -295,10 +295,7 @@ class TrainingStep:
         """Loss, correct predictions and samples, then the totals of the sums and their counts; zero without samples."""
         self.sums_of_loss = len(losses.sums)
         if self.sums_of_loss > MOST_SUMS:
-            raise BadSettings(
-                f"the loss has {len(losses.sums)} sums with a count of their own, and {MOST_SUMS} are the most: give "
-                "fewer losses with weights or masks of their own"
-            )
+            raise BadSettings(f"{self.sums_of_loss} losses have weights or masks of their own: {MOST_SUMS} at most")
         self.counts_correct |= losses.correct is not None
         count = tf.cast(size, tf.float64)
         loss = 0.0 if losses.mean is None else tf.cast(losses.mean, tf.float64) * count

@@ -97,9 +97,7 @@ class Trainer(BaseTrainer):
         checks.materialise(model, self.train_source)
         optimizer = optimizers.optimizer_for(self.options.optimizer, model, settings.lr)
         if self.options.schedule is not None and not hasattr(optimizer.learning_rate, "assign"):
-            raise BadSettings(
-                "the optimizer has a LearningRateSchedule, and the trainer has schedule=: keep one of them"
-            )
+            raise BadSettings("the optimizer has a LearningRateSchedule, the trainer schedule=: keep one of them")
         objective = objective_for(model, self.options.loss)
         labels = checks.check_labels(model, objective, self.train_source, self.test_source)
         return Job(model, objective, optimizer, self.train_source, self.test_source, settings, labels)
@@ -139,6 +137,4 @@ def _explain_errors(here: world.World) -> Iterator[None]:
     except _LOST as error:
         if here.size == 1:
             raise
-        raise WorkerFailed(
-            f"process {here.rank} lost another process of the job, which died or hangs: {error.message}"
-        ) from error
+        raise WorkerFailed(f"process {here.rank} lost another one, which died or hangs: {error.message}") from error

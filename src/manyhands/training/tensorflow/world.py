@@ -154,9 +154,7 @@ def read_tf_config() -> None:
             '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}'
         ) from None
     if others:
-        raise BadSettings(
-            "TF_CONFIG has tasks other than workers: here every process is a worker, the first is worker 0"
-        )
+        raise BadSettings("TF_CONFIG has tasks other than workers: here every process is a worker, the first too")
     environment = {"RANK": rank, "WORLD_SIZE": len(workers), "MASTER_ADDR": host, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in environment.items()})
 

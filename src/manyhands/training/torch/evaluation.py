@@ -118,10 +118,8 @@ class Evaluation:
         measure = self._forward["measure" if take is None else "measure with outputs"]
         with evaluation_mode(self.model), contextlib.nullcontext() if take is None else self._recorded_outputs:
             for number, shard in enumerate(self._shards(whole=whole, by_name=True)):
-                if shard is None:
-                    outputs.add(None)
-                    continue
-                outputs.add(measure((shard.whole, number), shard.size), shard.size)
+                pair = None if shard is None else measure((shard.whole, number), shard.size)
+                outputs.add(pair, 0 if shard is None else shard.size)
                 alive()
         outputs.finish()
         of_all = add(self.world.values(self._sums.read()))
@@ -175,10 +173,8 @@ class Evaluation:
         outputs = _Outputs(self.world, take)
         with evaluation_mode(self.model):
             for number, shard in enumerate(self._shards()):
-                if shard is None:
-                    outputs.add(None)
-                    continue
-                outputs.add((self._forward["predict"]((shard.whole, number), shard.size), None), shard.size)
+                computed = None if shard is None else self._forward["predict"]((shard.whole, number), shard.size)
+                outputs.add(None if shard is None else (computed, None), 0 if shard is None else shard.size)
                 alive()
         outputs.finish()
 
@@ -426,13 +422,9 @@ def own_meter(metric: Any) -> MetricCalls | None:
         metric = metric.cpu()
         for part in metric.modules():
             if hasattr(part, "distributed_available_fn"):
-                part.distributed_available_fn = _alone
+                part.distributed_available_fn = lambda: False
 
     def update(outputs: Any, targets: Any) -> None:
         metric.update(dict_batches.logits_of(outputs, outputs), targets)
 
     return MetricCalls(metric.reset, update, metric.compute)
-
-
-def _alone() -> bool:
-    return False

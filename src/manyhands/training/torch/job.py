@@ -57,19 +57,14 @@ class Job:
         if isinstance(result.optimizer, Several):
             self._check_several(result.optimizer)
         if result.schedules and self.schedule is not None:
-            raise BadSettings(
-                f"configure_optimizers of {type(model).__name__} gave a scheduler, and the trainer has schedule=: "
-                "leave out one of them"
-            )
+            raise BadSettings("configure_optimizers gave a scheduler, and the trainer has schedule=: leave out one")
         return result
 
     def _check_several(self, several: Several) -> None:
         model = self.model
         if not isinstance(self.objective, OwnStep) or not makes_updates(model):
-            raise BadSettings(
-                f"configure_optimizers of {type(model).__name__} gave {len(several.optimizers)} optimizers: then the "
-                f"model makes the updates itself: {SEVERAL}"
-            )
+            given = f"configure_optimizers of {type(model).__name__} gave {len(several.optimizers)} optimizers"
+            raise BadSettings(f"{given}: then the model makes the updates itself: {SEVERAL}")
         step = self.settings.step
         refused = {
             "Step(accumulate=...)": step.accumulate > 1,

@@ -194,9 +194,7 @@ class Rank:
 
     def keep_average(self, averaging: Averaging) -> None:
         if self.sharded:
-            raise BadSettings(
-                "mh.EMA and Step(shard=True): the average would be of whole weights. Leave out one of them"
-            )
+            raise BadSettings("mh.EMA and Step(shard=True): the average would be of whole weights. Choose one")
         self.averaging = averaging
         self.steps.build_again()
 
@@ -238,16 +236,9 @@ def _check_options(job: Job, world: World) -> None:
     step, several = job.settings.step, world.size > 1
     own_updates = isinstance(job.objective, OwnStep) and makes_updates(job.model)
     if own_updates and several and step.batch_stats == "global":
-        raise BadSettings(
-            "Step(batch_stats='global') with training_step(batch, optimizers): a device without samples makes the "
-            "same updates with a sample that it has had before, and statistics over all devices would count it. "
-            "Leave out batch_stats"
-        )
+        raise BadSettings("Step(batch_stats='global') with training_step(batch, optimizers): leave out batch_stats")
     if step.shares == "measured" and ((step.shard and several) or own_updates):
-        raise BadSettings(
-            "Step(shares='measured') times passes of a copy of the model, and a sharded model, or one that makes "
-            "its updates itself, has none that changes nothing: give one number per device"
-        )
+        raise BadSettings("Step(shares='measured') times passes, which change this model: give one number per device")
 
 
 def _replicas(job: Job, world: World, number_format: NumberFormat) -> Replicas:

@@ -55,10 +55,7 @@ class Objective(abc.ABC):
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
     ) -> tuple[Any, Scored | None]:
-        """The value of the user's loss for the batch, and the class scores, if the outputs are class scores.
-
-        ``known``, where it is given, is entered around the code that computes the loss.
-        """
+        """The value of the user's loss for the batch, and the class scores, if the outputs are class scores."""
 
     def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
         """What the loss is computed from; None where the model computes its loss itself."""
@@ -71,20 +68,13 @@ class Objective(abc.ABC):
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The mean loss of the batch, and the number of correct predictions; ``part``: there are other parts."""
-        loss, scored = self.loss_and_scores(model, batch, part=part)
-        return loss, self.correct(scored, batch)
-
-    def loss_and_scores(
-        self, model: torch.nn.Module, batch: Batch, *, part: bool = False
-    ) -> tuple[torch.Tensor, Scored | None]:
-        """The mean loss of the batch, and the class scores, for a caller that counts the correct predictions later."""
         value, scored = self.value(model, batch)
-        if not isinstance(value, LossSum):
-            return value, scored
-        if part:
-            raise BadSettings(_TWO_KINDS)
-        whole = check_sum(value)
-        return whole.total / whole.count.to(whole.total.dtype), scored
+        if isinstance(value, LossSum):
+            if part:
+                raise BadSettings(_TWO_KINDS)
+            whole = check_sum(value)
+            value = whole.total / whole.count.to(whole.total.dtype)
+        return value, self.correct(scored, batch)
 
     def is_mean(self, model: torch.nn.Module) -> bool:
         """Whether the loss in evaluations is known to be a mean over samples, or a sum with its count.
@@ -176,7 +166,7 @@ class Supervised(Objective):
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
         if isinstance(batch, Mapping):
-            return value, class_scores(*dict_batches.count_correct(output, batch))
+            return value, class_scores(dict_batches.logits_of(output), batch.get("labels"))
         return value, class_scores(output, own)
 
 
@@ -224,9 +214,8 @@ class OwnStep(Objective):
         )  # as Lightning has it
         who = f"{name} of {type(model).__name__}"
         if isinstance(value, torch.Tensor) and value.dim():
-            raise BadSettings(
-                f"{who} returned a tensor of shape {tuple(value.shape)}: return one number, as loss.mean()"
-            )
+            shape = tuple(value.shape)
+            raise BadSettings(f"{who} returned a tensor of shape {shape}: return one number, as loss.mean()")
         return value if isinstance(value, LossSum) else _loss_from(value, who), None
 
     def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
@@ -247,7 +236,10 @@ class OwnStep(Objective):
 
 def takes_number(step: Callable[..., Any]) -> bool:
     """Whether a step takes the number of the batch as its second argument."""
-    return "batch_idx" in inspect.signature(step).parameters or len(_required_arguments(step)) >= 2
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(step).parameters
+    needed = [each for each in parameters.values() if each.kind in positional and each.default is each.empty]
+    return "batch_idx" in parameters or len(needed) >= 2
 
 
 SEVERAL = (
@@ -260,13 +252,6 @@ def makes_updates(model: torch.nn.Module) -> bool:
     """Whether the model makes its updates itself, in ``training_step(batch, optimizers)``."""
     step = getattr(model, "training_step", None)
     return callable(step) and "optimizers" in inspect.signature(step).parameters
-
-
-def _required_arguments(step: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The positional arguments without a default."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(step).parameters.values()
-    return [each for each in parameters if each.kind in positional and each.default is each.empty]
 
 
 def _loss_from(value: Any, who: str) -> torch.Tensor:

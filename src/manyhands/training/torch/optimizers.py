@@ -1,20 +1,14 @@
 """The optimizer of a job: a name, a class, a function, a finished one, or what ``configure_optimizers`` gives.
 
 :mod:`manyhands.training.optimizers` says whose learning rate counts. ``configure_optimizers`` may give one optimizer or
-several, with schedulers or without. Lightning's forms are taken as they are::
-
-    optimizer                                                   [optimizer, ...]
-    {"optimizer": optimizer, "lr_scheduler": scheduler}         [optimizer, ...], [scheduler, ...]
-    {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "val_loss"}}
-
-Beside them several optimizers may have names: ``{"critic": optimizer, "generator": {"optimizer": optimizer,
-"lr_scheduler": scheduler}}``. A scheduler is stepped at the end of every epoch, as in Lightning; ``"interval": "step"``
-steps it after every step. A key that the trainer does not support is an error that names it.
+several, with schedulers or without, in Lightning's forms; several may have names, ``{"critic": optimizer, "generator":
+{"optimizer": optimizer, "lr_scheduler": scheduler}}``. A key that the trainer does not support is an error.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -55,7 +49,7 @@ OPTIMIZERS = Optimizers(
 def optimizer_for(model: Any, optimizer: Any, lr: float | None) -> torch.optim.Optimizer | MakeOptimizer:
     """The user's optimizer, or a function from a model to one (a job makes it in its worker process)."""
     if OPTIMIZERS.configured_by(model, optimizer, lr):
-        return _of_model
+        return operator.methodcaller(_WHO)
     if isinstance(optimizer, torch.optim.Optimizer):
         of_model = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in of_model for group in optimizer.param_groups for parameter in group["params"]):
@@ -69,10 +63,6 @@ def _of_parameters(
 ) -> torch.optim.Optimizer:
     """``make`` is a class, or a function of the parameters, as ``lambda p: torch.optim.AdamW(p, lr=1e-3)``."""
     return make(model.parameters(), **rate)
-
-
-def _of_model(model: Any) -> torch.optim.Optimizer:
-    return model.configure_optimizers()  # type: ignore[no-any-return]
 
 
 _WHO = "configure_optimizers"
@@ -94,8 +84,9 @@ def configuration_of(value: Any) -> Configured:
     if isinstance(value, torch.optim.Optimizer):
         return Configured(value)
     apart: Iterable[Any] = ()
-    if _is_pair_of_lists(value):
-        value, apart = value
+    kinds = (list, tuple)
+    if isinstance(value, kinds) and len(value) == 2 and all(isinstance(part, kinds) for part in value):
+        value, apart = value  # Lightning's [optimizer, ...], [scheduler, ...]
     if isinstance(value, Mapping):
         optimizers: dict[Any, Any] = {None: value} if "optimizer" in value else dict(value)
     elif isinstance(value, (list, tuple)) and value:
@@ -103,8 +94,7 @@ def configuration_of(value: Any) -> Configured:
     else:
         raise BadSettings(
             f"the function for the optimizer (or the model's {_WHO}) gave {type_in_words(value)}: it must give a "
-            "torch.optim.Optimizer, or a list or dict of them, as Lightning's does. Schedulers may be given with them, "
-            "or to the trainer: schedule=mh.PerEpoch(make) or mh.PerStep(make)"
+            "torch.optim.Optimizer, or a list or dict of them, as Lightning's does"
         )
     several: dict[Any, torch.optim.Optimizer] = {}
     schedules: dict[Any, PerStep | PerEpoch | None] = {}
@@ -122,13 +112,6 @@ def configuration_of(value: Any) -> Configured:
         if schedule is not None
     ]
     return Configured(several[None] if None in several else Several(several), by_optimizer)
-
-
-def _is_pair_of_lists(value: Any) -> bool:
-    """Whether it is Lightning's ``[optimizer, ...], [scheduler, ...]``."""
-    return (
-        isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(part, (list, tuple)) for part in value)
-    )
 
 
 def _entry(entry: Any) -> tuple[torch.optim.Optimizer, PerStep | PerEpoch | None]:
@@ -150,9 +133,7 @@ def _with_owner(config: Any, optimizers: Mapping[Any, torch.optim.Optimizer]) ->
     for key, optimizer in optimizers.items():
         if schedule.make.optimizer is optimizer:
             return key, schedule
-    raise BadSettings(
-        f"{_WHO} gave {type_in_words(schedule.make)} of an optimizer that it did not give: make it of one of those"
-    )
+    raise BadSettings(f"{_WHO} gave {type_in_words(schedule.make)} of an optimizer that it did not give")
 
 
 def _schedule(config: Any, monitor: str | None = None) -> PerStep | PerEpoch:
@@ -169,10 +150,8 @@ def _schedule(config: Any, monitor: str | None = None) -> PerStep | PerEpoch:
     if interval not in ("step", "epoch"):
         raise BadSettings(f"{_WHO} gave 'interval': {interval!r}: give 'step' or 'epoch'")
     if config.get("frequency", 1) != 1:
-        raise BadSettings(
-            f"{_WHO} gave 'frequency': {config['frequency']!r}: a scheduler is stepped after every step or every epoch "
-            "here. Leave it out, and give the scheduler longer intervals (StepLR(step_size=...))"
-        )
+        frequency = f"{_WHO} gave 'frequency': {config['frequency']!r}"
+        raise BadSettings(f"{frequency}: leave it out, and give the scheduler longer intervals (StepLR(step_size=...))")
     if config.get("strict", True) is not True:
         raise BadSettings(f"{_WHO} gave 'strict': {config['strict']!r}: a metric that is missing is always an error")
     if interval == "step":
@@ -193,9 +172,7 @@ def _check_distinct(optimizers: Mapping[Key | None, torch.optim.Optimizer]) -> N
     for key, optimizer in optimizers.items():
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if parameters & seen:
-            raise BadSettings(
-                f"optimizer {key!r} of {_WHO} shares parameters with another one: give each parameter to one of them"
-            )
+            raise BadSettings(f"optimizer {key!r} of {_WHO} shares parameters with another one: give each to one")
         seen |= parameters
 
 

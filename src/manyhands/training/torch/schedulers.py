@@ -53,7 +53,11 @@ class Scheduler:
         self.per_step = isinstance(schedule, PerStep)
         self.is_finished = isinstance(schedule.make, LRScheduler)  # the caller's own
         self.scheduler: Any = schedule.make if self.is_finished else self._make(schedule)
-        self._check_plateau()
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.per_step:
+            raise BadSettings(
+                "ReduceLROnPlateau follows a metric, and there is none after every step: write "
+                "schedule=mh.PerEpoch(make, monitor='val_loss') ('interval': 'epoch' in configure_optimizers)"
+            )
         if self.is_finished:
             self._take_over()
 
@@ -71,20 +75,8 @@ class Scheduler:
     def _make(self, schedule: PerStep | PerEpoch) -> Any:
         scheduler = schedule.make(self.stand_in)
         if not isinstance(scheduler, LRScheduler):
-            raise BadSettings(
-                f"{type(schedule).__name__}: the function gave {type_in_words(scheduler)}, and a scheduler of "
-                "torch.optim.lr_scheduler is needed"
-            )
+            raise BadSettings(f"the function gave {type_in_words(scheduler)}: give one of torch.optim.lr_scheduler")
         return scheduler
-
-    def _check_plateau(self) -> None:
-        """Refuse a ReduceLROnPlateau that would not be stepped with its metric."""
-        if isinstance(self.scheduler, ReduceLROnPlateau) and self.per_step:
-            raise BadSettings(
-                "ReduceLROnPlateau follows a metric, and there is none after every step: write "
-                "schedule=mh.PerEpoch(make, monitor='val_loss') ('interval': 'epoch' in configure_optimizers). With "
-                "Limits(evaluate_every='100 steps') it is stepped after each of these evaluations"
-            )
 
     @property
     def monitor(self) -> str | None:

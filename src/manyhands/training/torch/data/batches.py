@@ -82,9 +82,7 @@ def check_asked(batch: Batch, asked: int) -> None:
     if shapes and not any(asked in shape[:2] for shape in shapes):
         raise BadBatch(
             f"the trainer asked for {count_of(asked, 'sample')}, and the collate function made tensors of the shapes "
-            f"{', '.join(map(str, shapes))}: to divide a batch over devices or into micro-batches, the trainer must "
-            "see how many samples are in each part. Put all samples in, one row each, and leave samples out in the "
-            "dataset, not in the collate function"
+            f"{', '.join(map(str, shapes))}: leave samples out in the dataset, not in the collate function"
         )
 
 
@@ -103,7 +101,12 @@ def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
     if isinstance(part, PackedSequence):
         raise BadBatch(f"a PackedSequence cannot be cut into shards: pack sequences in the model, or {_DATASET}")
     if isinstance(part, (torch.Tensor, np.ndarray)):
-        return _cut_rows(part, size, where)
+        if part.ndim and part.shape[0] != size:
+            raise BadBatch(
+                f"the batch has {count_of(size, 'sample')}, and one of its tensors has the shape {tuple(part.shape)}: "
+                f"to be cut into shards, every tensor must be batch-first, with one row per sample. Or {_DATASET}"
+            )
+        return part[where] if part.ndim else part
     if isinstance(part, (list, tuple)):
         if type(part) in (list, tuple) and len(part) == size and not _has_tensors(part):
             return part[where] if isinstance(where, slice) else type(part)(part[number] for number in where)
@@ -118,15 +121,6 @@ def _cut(part: Any, size: int, where: slice | list[int]) -> Any:
     else:
         return part
     return changed
-
-
-def _cut_rows(part: Any, size: int, where: slice | list[int]) -> Any:
-    if part.ndim and part.shape[0] != size:
-        raise BadBatch(
-            f"the batch has {count_of(size, 'sample')}, and one of its tensors has the shape {tuple(part.shape)}: to "
-            f"be cut into shards, every tensor must be batch-first, with one row per sample. Or {_DATASET}"
-        )
-    return part[where] if part.ndim else part
 
 
 def _has_tensors(part: Any) -> bool:

@@ -48,11 +48,6 @@ def loss_of(output: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> An
     )
 
 
-def count_correct(output: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The scores and the labels, by the names that Hugging Face's models have for them; None where there are none."""
-    return logits_of(output), batch.get("labels")
-
-
 def logits_of(output: Any, otherwise: Any = None) -> Any:
     """The scores in an output with several parts, as Hugging Face's models name them."""
     return output.get("logits", otherwise) if isinstance(output, Mapping) else getattr(output, "logits", otherwise)

@@ -24,13 +24,7 @@ from manyhands.backends.protocol import Arrival
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, Window
-from manyhands.training.torch.data.batches import (
-    Batch,
-    Shard,
-    cut,
-    map_tensors,
-    rows_or_none,
-)
+from manyhands.training.torch.data.batches import Batch, Shard, cut, map_tensors, rows_or_none
 from manyhands.training.torch.data.sources import Arrays, Samples, Source, Stream
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state.randomness import mixed_seed

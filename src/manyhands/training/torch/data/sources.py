@@ -277,9 +277,7 @@ def _is_array(part: object) -> bool:
 def _of_loader(loader: DataLoader[Any]) -> Source:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-        raise BadBatch(
-            "the loader has a DistributedSampler, and the trainer divides the batch itself: give shuffle=True instead"
-        )
+        raise BadBatch("the trainer divides a batch itself: give the loader shuffle=True, and no DistributedSampler")
     if not _gives_each_once(loader) or isinstance(loader.dataset, IterableDataset):
         return Stream(loader, loader.batch_size)
     shuffle = type(loader.sampler) is RandomSampler

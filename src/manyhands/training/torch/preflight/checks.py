@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from manyhands.backends.torch import compat
-from manyhands.errors import BadLabels, BadSettings, type_in_words
+from manyhands.errors import BadLabels, BadSettings
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.torch.data import dict_batches
@@ -57,10 +57,8 @@ def check_trainable(model: Any) -> None:
     # By name: a model may have a `parameters` of its own, which lists tensors that PyTorch does not know to be weights.
     if any(parameter.requires_grad for _, parameter in model.named_parameters()):
         return
-    raise BadSettings(
-        f"{type_in_words(model)} has no parameters that could be trained: call requires_grad_(True) of a layer that "
-        "has weights, and make weights of your own torch.nn.Parameter(...)"
-    )
+    cure = "call requires_grad_(True) of a layer that has weights, and make weights of your own torch.nn.Parameter(...)"
+    raise refusals.nothing_to_train(model, cure)
 
 
 def check_hooks(model: torch.nn.Module) -> None:
@@ -109,23 +107,14 @@ def _call(model: torch.nn.Module, batch: Batch) -> None:
         model(*as_the_model(model, [part for part in batch[:-1] if isinstance(part, torch.Tensor)]))
 
 
-def note_sum(job: Job) -> None:
-    if getattr(getattr(job.objective, "loss", None), "reduction", None) == "sum":
-        job.notes.append(
-            "the loss has reduction='sum': training minimises its mean over samples, so the step does not depend on "
-            "the batch size. To minimise the sum, multiply lr by the batch size"
-        )
-
-
 def check_gradient_hooks(model: torch.nn.Module) -> None:
     """Refuse hooks of parameters where a batch is processed in parts: they would see the gradients of these."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and compat.has_gradient_hooks(parameter):
             raise BadSettings(
-                f"the parameter {name!r} has a hook, which would act on the gradient of each part of a batch (on "
-                "several devices, with accumulate), before these are added up. To clip, give "
-                "Trainer(gradient_clip_val=...). For anything else let the optimizer call it, which sees the gradient "
-                "of the whole batch: optimizer.register_step_pre_hook(...)"
+                f"the parameter {name!r} has a hook, which would act on the gradient of each part of a batch. To clip, "
+                "give Trainer(gradient_clip_val=...); else let the optimizer call it, which sees the gradient of the "
+                "whole batch: optimizer.register_step_pre_hook(...)"
             )
 
 

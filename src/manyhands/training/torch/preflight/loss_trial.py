@@ -140,10 +140,9 @@ class _Trial:
         trained = names & {name for name, _ in copy.model.named_parameters()}
         if not draws and (trained or self._reads_back()):
             raise BadSettings(
-                f"the forward pass changes {_list(names)}, and for parts of a batch in another way than for the "
-                "whole: on several devices, or with accumulate, a batch is processed in parts, and training would "
-                "compute something else than on one device. Train on one device with accumulate=1, change it in the "
-                "optimizer's step (optimizer.register_step_post_hook), or compute it from mh.whole_batch(tensor)"
+                f"the forward pass changes {_list(names)}, and for parts of a batch in another way than for the whole: "
+                "training would compute something else than on one device. Train there with accumulate=1, change it in "
+                "the optimizer's step (register_step_post_hook), or compute it from mh.whole_batch(tensor)"
             )
         self._job.notes.append(
             f"{_list(names)}: updated from each part of a batch for itself, as the statistics of BatchNorm are"
@@ -165,8 +164,7 @@ class _Trial:
         if width * self._job.settings.batch_size > _GATHERED:
             raise BadSettings(
                 f"the loss needs the outputs of the whole batch, {bytes_in_words(width)} a sample, on every device: "
-                "too much to gather. For a mean over tokens or pixels return mh.LossSum(total, count); else give "
-                "smaller batches, or train on one device"
+                "too much to gather. For a mean over tokens or pixels return mh.LossSum(total, count)"
             )
         if width:
             self._job.notes.append(

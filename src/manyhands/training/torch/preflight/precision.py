@@ -113,10 +113,7 @@ def bf16_format(model: torch.nn.Module) -> NumberFormat:
 
 
 def set_precision(rank: Rank, half_before: bool | None) -> None:
-    """Where the user leaves it to the trainer, choose the precision of a rank's steps; a collective.
-
-    ``half_before``: see :func:`choose`.
-    """
+    """Where the user leaves it to the trainer, choose the precision of a rank's steps; a collective."""
     if rank.settings.precision != "auto":
         return
     choice = choose(rank.job, rank.model, rank.world, half_before)

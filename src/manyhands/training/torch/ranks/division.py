@@ -46,7 +46,7 @@ class RankFeed:
         """``measure``: from this rank's shard of a batch to the shares of all ranks."""
         self.data, self.division = feed.resident(data, division.world.device), division
         self._settings, self._measure = settings, measure
-        self._order: tuple[int, _Numbers | None] = -1, None  # the newest epoch's
+        self._order: dict[int, _Numbers] = {}  # of the newest epoch
 
     @property
     def shares(self) -> list[float] | None:
@@ -61,11 +61,9 @@ class RankFeed:
         """The numbers of all samples in the order of an epoch."""
         count = self.data.count
         assert count is not None
-        if self._order[0] != epoch or self._order[1] is None:
-            self._order = epoch, epoch_order(self._settings.seed, epoch, count, shuffle=self.data.shuffle)
-        order = self._order[1]
-        assert order is not None
-        return order
+        if epoch not in self._order:
+            self._order = {epoch: epoch_order(self._settings.seed, epoch, count, shuffle=self.data.shuffle)}
+        return self._order[epoch]
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Window, Shard | None]]:
         """The remaining batches of the epoch, with this rank's shard of each."""

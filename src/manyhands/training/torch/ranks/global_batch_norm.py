@@ -30,10 +30,7 @@ def normalises_batches(model: torch.nn.Module) -> bool:
 
 
 def use_global_statistics(model: torch.nn.Module) -> None:
-    """Make every BatchNorm layer of the model use the statistics of all ranks while it trains.
-
-    To be called on every rank: the first call makes the group in which they meet.
-    """
+    """Make every BatchNorm layer of the model use the statistics of all ranks while it trains."""
     if dist.is_initialized():
         _make_group()
     for layer in model.modules():

@@ -85,10 +85,9 @@ def check(model: torch.nn.Module, world: World) -> None:
             name = names[int((~equal.all(1)).nonzero()[0])]
             raise ResultsDiffer(
                 f"the replicas of the model differ, so no checkpoint is written: the parameter {name!r} of rank {rank} "
-                "is not that of rank 0. Something changes it on each device alone: a forward pass or training_step "
-                "that writes to it (Embedding(max_norm=...), a codebook), an optimizer or a hook that reads the rank, "
-                "the clock or a random generator of its own, or a device that computes wrongly. Train on one device, "
-                "or change parameters in the optimizer's step alone"
+                "is not that of rank 0. Something changes it on each device alone: a forward pass that writes to it "
+                "(Embedding(max_norm=...)), an optimizer or a hook that reads the rank or the clock, or a device that "
+                "computes wrongly. Train on one device, or change parameters in the optimizer's step alone"
             )
 
 

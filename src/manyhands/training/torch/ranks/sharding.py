@@ -1,10 +1,7 @@
 """``Step(shard=True)``: every rank holds a part of each parameter, of its gradient and of the optimizer's state.
 
 PyTorch's FSDP2 (``fully_shard``) does the work. The model's blocks are gathered one after the other while they compute,
-and their gradients go back to the ranks that hold the parameters. Two ranks and a layer of 1000 numbers::
-
-    at rest    rank 0: 500, rank 1: 500        (weights, gradients, both moments of Adam)
-    computing  both: 1000, until the layer has done its part
+and their gradients go back to the ranks that hold the parameters.
 
 Everything else is as without: gradients are summed, not averaged, so shards of a batch may have any size, and
 checkpoints hold whole weights and states, so that a sharded run is resumed unsharded and the other way round. A copy of

@@ -97,7 +97,7 @@ def join(rank: int, size: int, device: torch.device, backend: str, *, address: s
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        return _in_callers_group(device)
+        return World(dist.get_rank(), dist.get_world_size(), device, own_group=False)
     if size > 1:
         timeout = datetime.timedelta(seconds=seconds)
         place: dict[str, Any] = (
@@ -117,11 +117,6 @@ def _keep_groups_from_forks() -> None:
     fork to do so is aborted ("epoll_ctl: No such file or directory").
     """
     os.register_at_fork(after_in_child=gc.freeze)
-
-
-def _in_callers_group(device: torch.device) -> World:
-    """The world of a process group that the script has made itself."""
-    return World(dist.get_rank(), dist.get_world_size(), device, own_group=False)
 
 
 def from_first(make: Callable[[], Any]) -> Any:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load as _load
 from safetensors.torch import save as _save
 
-from manyhands.amounts import count_of
 from manyhands.errors import WrongCheckpoint, type_in_words
 
 _RUN_OPTIONS = ("lr", "capturable", "fused", "foreach")  # what the fast step or a schedule may change
@@ -90,10 +89,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.T
             elif isinstance(value, (int, float, str, bool, type(None))):
                 numbers[f"{index}.{name}"] = value
             else:
-                raise WrongCheckpoint(
-                    f"the optimizer {type(optimizer).__name__} keeps {type_in_words(value)} as {name!r}: only "
-                    "tensors and plain numbers can be saved"
-                )
+                kept = f"the optimizer {type(optimizer).__name__} keeps {type_in_words(value)} as {name!r}"
+                raise WrongCheckpoint(f"{kept}: only tensors and plain numbers can be saved")
     return tensors, numbers
 
 
@@ -139,8 +136,7 @@ def _check_parameters(
             pairs = [(new, old) for new, old in itertools.zip_longest(group, before) if new != old]
             raise WrongCheckpoint(
                 f"{which} has other parameters than in the checkpoint: {pairs[0][0]} where it had {pairs[0][1]}. Keep "
-                "each optimizer's parameters, and the order of a list of optimizers; optimizers in a dict have names "
-                "and may be in any order"
+                "each optimizer's parameters, and the order of a list of optimizers"
             )
 
 
@@ -164,10 +160,7 @@ def restore_optimizer(
     stays: Callable[[str], bool] = lambda name: False,
     names: tuple[Sequence[Sequence[str | None]], Sequence[Sequence[str | None]]] = ((), ()),
 ) -> None:
-    """Give an optimizer its state; ``stays`` says which of its options do not change.
-
-    ``names``: those of the optimizer's parameters (:func:`parameter_names`), now and in the checkpoint.
-    """
+    """Give an optimizer its state; ``stays`` says which of its options do not change."""
     _check_parameters(optimizer, *names)
     state: dict[int, dict[str, Any]] = {}
     of_groups: list[tuple[int, str, torch.Tensor]] = []
@@ -180,24 +173,18 @@ def restore_optimizer(
         state.setdefault(int(index), {})[key] = value
     known = sum(len(group["params"]) for group in optimizer.param_groups)
     if state and max(state) >= known:
-        raise WrongCheckpoint(
-            f"the optimizer's state is of {count_of(max(state) + 1, 'parameter')}, the model has {known}. "
-            "Give the model and the optimizer that the run had, or start a new run"
-        )
+        raise WrongCheckpoint(f"the optimizer's state is of {max(state) + 1} parameters, the model has {known}")
     own_groups = optimizer.state_dict()["param_groups"]
     for prefix, group, saved in zip(_prefixes(optimizer), own_groups, groups, strict=False):
         for name, value in saved.items():
             if not stays(prefix + name):
-                group[name] = _as_it_was(value, group.get(name))
+                was_tuple = isinstance(group.get(name), tuple) and isinstance(value, list)
+                group[name] = tuple(value) if was_tuple else value
     for number, name, value in of_groups:
         if number < len(own_groups):
             own_groups[number][name] = _where_it_counts(value, optimizer.param_groups[number])
     _load_state(optimizer, {"state": state, "param_groups": own_groups})
     settle(optimizer)
-
-
-def _as_it_was(value: Any, current: Any) -> Any:
-    return tuple(value) if isinstance(current, tuple) and isinstance(value, list) else value
 
 
 def _where_it_counts(value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from manyhands.training.data.loader_batches import OwnRandomStream as HostStream
+from manyhands.training.data.loader_batches import preserve_host_random_state
 
 # Held by whoever replaces the process's random numbers for a time, and by whoever watches who draws from them.
 untouched = threading.RLock()
@@ -73,18 +74,11 @@ def seed_all(seed: int) -> None:
 @contextlib.contextmanager
 def preserve(device: torch.device, seed: int | None = None) -> Iterator[None]:
     """Afterwards the random numbers go on as if nothing had been drawn within; ``seed``: for those within."""
-    python, array, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    if seed is not None:
-        seed_all(seed)
-    try:
+    gpus = [device] if device.type == "cuda" else []
+    with preserve_host_random_state(), torch.random.fork_rng(gpus):
+        if seed is not None:
+            seed_all(seed)
         yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(host)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, device)
 
 
 def as_tensors(device: torch.device) -> dict[str, torch.Tensor]:

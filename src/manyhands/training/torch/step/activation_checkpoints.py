@@ -33,14 +33,10 @@ def of(model: torch.nn.Module, pick: Pick, *, statistics: str | None) -> Activat
     if not blocks and pick is True:
         raise BadSettings(
             f"Step(activation_checkpointing=True): {type(model).__name__} has no blocks, children of a ModuleList or a "
-            "Sequential that have several layers. Give a function that picks modules, as "
-            "activation_checkpointing=lambda module: isinstance(module, Block)"
+            "Sequential that have several layers. Give a function that picks modules"
         )
     if not blocks:
-        raise BadSettings(
-            f"Step(activation_checkpointing=function) picks no module of {type(model).__name__}: it has to return True "
-            "for some of model.modules()"
-        )
+        raise BadSettings(f"Step(activation_checkpointing=function) picks no module of {type(model).__name__}")
     normalise = any(isinstance(layer, compat.BatchNorm) for block in blocks for layer in block.modules())
     if statistics == "global" and normalise:
         raise BadSettings(

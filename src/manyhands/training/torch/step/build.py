@@ -29,10 +29,7 @@ def build_step(rank: Rank) -> TrainingStep:
     if not isinstance(rank.optimizer, Several):
         return _plain_step(rank, rank.optimizer, of_batch)
     if rank.replicas.sharded:
-        raise BadSettings(
-            "Step(shard=True) with several optimizers: parameters are gathered for all at once. Leave shard out, or "
-            "give one optimizer with several groups of parameters"
-        )
+        raise BadSettings("Step(shard=True) with several optimizers: give one with several groups of parameters")
     steps = {
         key: _plain_step(rank, optimizer, [], number)
         for number, (key, optimizer) in enumerate(rank.optimizer.by_name.items())

@@ -45,7 +45,8 @@ class KnownMeans(TorchFunctionMode):
         if options is None:
             return func(*args, **(kwargs or {}))
         scores, target = options.pop("input"), options.pop("target")
-        options["weight"] = _like(options["weight"], scores)
+        if (weight := options["weight"]) is not None:
+            options["weight"] = weight.to(scores.device, scores.dtype)
         total = func(scores, target, **{**options, "reduction": "sum"})
         count = _weight(scores, target, options)
         mean = total / count.to(total.dtype)
@@ -55,10 +56,6 @@ class KnownMeans(TorchFunctionMode):
     def sum_of(self, loss: Any) -> LossSum | None:
         """The sum and the weight behind a loss; None if it is not one of the means that were computed here."""
         return next((both for mean, both in self._sums if mean is loss), None)
-
-
-def _like(weight: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor | None:
-    return None if weight is None else weight.to(scores.device, scores.dtype)
 
 
 def _options(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

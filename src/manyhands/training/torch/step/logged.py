@@ -1,15 +1,9 @@
 """``self.log(name, value)`` in ``training_step`` and ``validation_step``: the mean over the samples of all devices.
 
 The method collects the values of a pass; after it :class:`.running_sums.RunningSums` adds them up on the device, each
-weighted by the samples of the batch. So nothing waits, and a captured step adds in every replay::
-
-    def training_step(self, batch):
-        output = self(batch["image"])
-        self.log("top1", (output.argmax(1) == batch["label"]).float().mean())
-        return F.cross_entropy(output, batch["label"])
-
-Rows, loggers and callbacks have the mean by its name. Options of Lightning's ``self.log`` may stay; two of them count
-here: ``batch_size``, the weight of the value, and ``reduce_fx``, which is a mean.
+weighted by the samples of the batch. So nothing waits, and a captured step adds in every replay. Rows, loggers and
+callbacks have the mean by its name. Options of Lightning's ``self.log`` may stay; two of them count here:
+``batch_size``, the weight of the value, and ``reduce_fx``, which is a mean.
 """
 
 from __future__ import annotations
@@ -43,10 +37,7 @@ LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 def log(name: str, value: Any, *_: Any, batch_size: float | None = None, reduce_fx: Any = "mean", **__: Any) -> None:
-    """Log a number of this batch: its mean over all samples is in rows, loggers and callbacks.
-
-    Outside of a job, nothing is logged.
-    """
+    """Log a number of this batch: its mean over all samples is in rows, loggers and callbacks."""
     if _values is None:
         return
     if reduce_fx not in ("mean", torch.mean):

@@ -23,7 +23,6 @@ import torch
 
 from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
-from manyhands.errors import BadSettings
 from manyhands.training.torch.step.part import Part, Turn
 from manyhands.training.torch.step.running_sums import RunningSums
 
@@ -39,7 +38,6 @@ class LossScale(Part):
     scales_loss = True
 
     def __init__(self, device: torch.device, metrics: RunningSums) -> None:
-        _check(device)
         self._metrics = metrics
         self.scale = torch.full((), _FIRST_SCALE, dtype=torch.float32, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
@@ -101,14 +99,3 @@ class LossScale(Part):
         return (
             f"fp16: the loss scale is {float(self.scale):g}; {skipped} skipped because gradients were too large for it"
         )
-
-
-def _check(device: torch.device) -> None:
-    """Refuse float16 where PyTorch cannot compute with it."""
-    try:
-        with torch.autocast(device.type, dtype=torch.float16):
-            a = torch.ones(2, 2, device=device, requires_grad=True)
-            (a @ a).sum().backward()
-    except (RuntimeError, NotImplementedError) as error:
-        why = str(error).splitlines()[0]
-        raise BadSettings(f"precision='fp16': PyTorch cannot on this {device.type} ({why}). Give 'bf16'") from error

@@ -182,10 +182,7 @@ class PlainStep(TrainingStep):
                 value = self.objective.value(self.model, self.number_format.cast(self._sample))[0]
                 return (value.total if isinstance(value, LossSum) else value) * 0, None
             if gathers:
-                raise BadSettings(
-                    "the loss, or what the forward pass changes, needs every device, and one has had no samples yet: "
-                    "give larger batches, or fewer devices"
-                )
+                raise BadSettings("one device has had no samples yet, and all are needed: give larger batches")
             output = self._empty_output(part)
         return torch.stack([tensor.sum() * 0 for tensor in tensors_in(output)]).sum(), None
 
@@ -196,9 +193,8 @@ class PlainStep(TrainingStep):
         if isinstance(part, (tuple, list)):
             return self.model(*part[:-1])
         raise BadBatch(
-            "every rank has to take part in every layer, also one without samples (batch_stats='global', shard=True), "
-            f"and the trainer cannot tell what of {type_in_words(part)} the model's inputs are: give batches "
-            "(inputs, target)"
+            "every rank has to take part in every layer, also one without samples, and the trainer cannot tell what of "
+            f"{type_in_words(part)} the model's inputs are: give batches (inputs, target)"
         )
 
 
@@ -207,8 +203,4 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise BadSettings(
-            f"{name} works out the loss several times within one step (its step wants a closure), and a step of the "
-            "trainer is one forward and one backward pass: give an optimizer such as SGD or AdamW, or write the loop "
-            f"for {name} by hand"
-        )
+        raise BadSettings(f"{name} works out the loss several times within one step: give another, as SGD or AdamW")

@@ -2,12 +2,7 @@
 
 ``optimizers`` holds what ``configure_optimizers`` gave, by number or name. Each has :meth:`Updates.minimize`, which may
 be called any number of times and in any order: backward pass, sum over the ranks, clip, update. Only that optimizer's
-parameters get gradients. For example a critic that makes two updates for one of the generator::
-
-    def training_step(self, batch, optimizers):
-        for noise in batch["noise"].unbind(1):
-            optimizers["critic"].minimize(self.critic_loss(batch["real"], noise))
-        optimizers["generator"].minimize(self.generator_loss(noise))
+parameters get gradients.
 
 Every rank calls it with its shard, one without samples with a sample that it has had before, which counts nothing.
 The loss is a mean over samples, or a :class:`LossSum`: weighted by samples, or divided by all counts,

@@ -333,10 +333,7 @@ _INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in _FOLDE
 
 
 def _users_files() -> dict[str, int]:
-    """The loaded modules that are neither Python's nor installed, and when their files were written.
-
-    The main module travels with each job.
-    """
+    """The loaded modules that are neither Python's nor installed, and when their files were written."""
     times = {}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) or ""
