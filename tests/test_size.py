@@ -22,7 +22,7 @@ FOLDERS = {
     "placement": (700, 900),
     "schedule": (1_380, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (25_100, 21_000),
+    "training": (25_120, 21_000),
     "words and modules": (1_430, 1_400),
 }
 FILES = (320, 320)  # of Python
@@ -30,7 +30,7 @@ CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (4_985, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (39_960, 37_000)  # without the auditor's corpus
+TEST_LINES = (39_970, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

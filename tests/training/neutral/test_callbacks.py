@@ -279,6 +279,12 @@ def test_figures_of_steps_need_a_number_of_steps() -> None:
     assert len(check_callbacks("callbacks", [Chosen(), Chosen(5)], Callback)) == 2
 
 
+def test_a_callback_that_asks_for_the_model_is_told_why_not() -> None:
+    with pytest.raises(AttributeError, match=r"it may be in another process.* on_model\(training, model\)"):
+        _ = Training(3).model
+    assert not hasattr(Training(3), "nothing_like_it")
+
+
 @pytest.mark.parametrize("callback", [EarlyStopping("val_f1"), BestCheckpoint("val_f1")])
 def test_a_figure_of_several_values_cannot_be_followed(callback: Any, tmp_path: Path) -> None:
     training = Training(3, tmp_path)

@@ -106,7 +106,8 @@ def test_parameters_that_are_not_used(optimizer: Any) -> None:
 def test_any_reduction_of_the_loss(reduction: str) -> None:
     expected, _ = fit(mlp(), vectors(), 1)
     for ranks in (1, 2):
-        weights, _ = fit(mlp(), vectors(), ranks, loss=nn.CrossEntropyLoss(reduction=reduction))
+        weights, result = fit(mlp(), vectors(), ranks, loss=nn.CrossEntropyLoss(reduction=reduction))
+        assert any("multiply lr by the batch size" in note for note in result.notes) is (reduction == "sum")
         assert difference(expected, weights) <= CLOSE
 
 

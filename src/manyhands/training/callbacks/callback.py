@@ -48,6 +48,14 @@ class Training:
         self.stopped_by = ""
         self.wanted: list[str] = []
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("model", "module", "optimizer", "trainer"):
+            raise AttributeError(
+                f"training has no {name}: it may be in another process. Override on_model(training, model), which gets "
+                "the model after each epoch; what has to happen in each step belongs into training_step"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def stop(self, reason: str, by: str = "stopped by callback") -> None:
         """End the training; ``result.stopped`` will be the reason, and ``result.ended`` "stopped by callback: reason".
 

@@ -134,6 +134,7 @@ class Trainer(BaseTrainer):
             with modes_preserved(model):
                 checks.materialise(model, self.train_source)
                 checks.check_labels(job)
+                checks.note_sum(job)
                 if (ranks := launcher.size() or len(self.ranks)) > 1 or settings.step.accumulate > 1:
                     from manyhands.training.torch.preflight import loss_trial
 

@@ -61,6 +61,15 @@ def check_trainable(model: Any) -> None:
     raise refusals.nothing_to_train(model, cure)
 
 
+def note_sum(job: Job) -> None:
+    """Say that a sum of losses is minimised as their mean: the only loss that is not taken as it is written."""
+    if getattr(getattr(job.objective, "loss", None), "reduction", None) == "sum":
+        job.notes.append(
+            "the loss has reduction='sum': training minimises its mean over samples. To minimise the sum, multiply lr "
+            "by the batch size"
+        )
+
+
 def check_hooks(model: torch.nn.Module) -> None:
     """Warn of Lightning's hooks in a model: the trainer calls its steps and ``configure_optimizers`` only."""
     if getattr(model, "automatic_optimization", True) is False:
