@@ -26,6 +26,7 @@ import torch
 
 from manyhands import tree
 from manyhands.backends.protocol import Arrival
+from manyhands.backends.torch import compat
 from manyhands.backends.torch import devices as backend
 from manyhands.training.data import loader_batches
 from manyhands.training.data.order import Cursor, whole_batches, windows
@@ -147,7 +148,7 @@ class Evaluation:
         own order is not read; a model that is compiled, that plots or that cannot be copied is not tried.
         """
         data, device = self.data, self.world.device
-        compiled = any(module._compiled_call_impl is not None for module in self.model.modules())
+        compiled = any(map(compat.is_compiled, self.model.modules()))
         if compiled or isinstance(data, Stream) or hasattr(self.model, "plot"):
             return
         try:
