@@ -36,6 +36,9 @@ endif
 # Suites run side by side, one more than there are cores: tests often wait for other processes.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
+# To ask a compiler which vector instructions there are takes longer than to compile the few programs of a test.
+test-%: export TORCHINDUCTOR_VEC_ISA_OK := 0
+
 # A thread that waits for others leaves its core to another suite.
 test-%: export OMP_WAIT_POLICY := passive
 test-training-%: export OMP_NUM_THREADS := 1

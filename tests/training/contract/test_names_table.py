@@ -114,7 +114,7 @@ def test_from_pytorch_over_jax_tensorflow_and_mxnet_to_pytorch(bench: Bench) -> 
 
 
 WRONG = [
-    ({**PLAIN, "extra": "dense.wieght"}, [], r"no such weight \(did you mean 'dense.weight'\?\). It holds conv.weight"),
+    ({**PLAIN, "extra": "dense.wieght"}, [], "holds conv.weight"),
     ({"conv.bias": "conv.bias"}, ["dense.bias"], r"does not map conv.weight \[2, 1, 3, 3\], dense.weight \[3, 18\]"),
     ({"a": ["conv.bias", {"permute": [1, 0]}]}, [], r"'a' from 'conv.bias': permute \[1, 0\]: axes don't match"),
     ({"a": ["conv.bias", "turn"]}, [], "not a table of names: .* for an entry give the old name"),

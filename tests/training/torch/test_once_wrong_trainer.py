@@ -118,7 +118,7 @@ def test_all_random_numbers_are_the_jobs(tmp_path: Path) -> None:
 
 
 def sleepy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    time.sleep(1.5)
+    time.sleep(1.5 if torch.distributed.is_initialized() else 0)  # in workers: not where the loss is tried
     return nn.functional.cross_entropy(scores, y)
 
 

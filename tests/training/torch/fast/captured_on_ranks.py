@@ -13,7 +13,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 from cpu_recorder import CpuRecorder
-from test_captured_jobs import SGD, Lengths, Named, Sums, dicts, sequences
+from test_captured_jobs import SGD, Lengths, Sums, sequences
 from torch import nn
 from training_cases import CLASSES, Rows, difference, mlp, vectors
 
@@ -66,13 +66,11 @@ JOBS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "shares": (mlp, vectors, {"step": Step(shares=[0.7, 0.3])}),
     "clip and accumulation": (mlp, Rows, {"gradient_clip_val": 0.1, "step": Step(accumulate=2)}),
     "a sum and a count": (Sums, vectors, {}),
-    "accumulation of sums": (Sums, vectors, {"step": Step(accumulate=2)}),
     "a batch that is left out": (mlp, lambda: SPOILT, {"step": Step(on_nan="continue"), "optimizer": SGD}),
     "a rank without samples": (mlp, lambda: Batches([8, 8, 1] * 6), {"batch_size": None}),
     "unused parameters": (WithUnused, lambda: Batches([16] * 12, dicts=True), {"optimizer": SGD}),
     "an average": (mlp, vectors, {"callbacks": [mh.EMA(0.9)]}),
     "unfreezing": (mlp, vectors, {"callbacks": [Unfreeze()], "optimizer": SGD, "batch_size": 8}),
-    "dicts": (Named, dicts, {}),
     "lengths": (Lengths, lambda: sequences([5, 7] * 9), {"batch_size": 8}),
     "one rank plain": (mlp, vectors, {"optimizer": SGD}),
 }

@@ -136,8 +136,8 @@ def test_a_batch_that_is_left_out() -> None:
 
 
 def test_the_longest_lengths_are_plain_and_a_note_says_what_would_help() -> None:
-    lengths = [*range(3, 40)] * 2
-    captured, result = assert_as_plain(Lengths(), lambda: sequences(lengths), max_epochs=4, batch_size=8)
+    lengths = [*range(3, 24)] * 2
+    captured, result = assert_as_plain(Lengths(), lambda: sequences(lengths), max_epochs=2, batch_size=8)
     assert captured.replays
     (note,) = [note for note in result.notes if "padded" in note]
     assert "multiples of 8" in note
