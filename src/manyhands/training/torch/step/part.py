@@ -5,9 +5,9 @@ A step makes passes and an update. At each moment it calls the parts that it was
 
     begin            before the first pass: whatever the step may change is as it was
     forward          around each forward pass and its loss
-    scaled           the loss, as the backward pass begins with it
+    scale_loss       the loss, as the backward pass begins with it
     after_backward   the gradients are those of the whole batch
-    updating         around the optimizer's update
+    around_update    around the optimizer's update
     after_update     the weights are new
 
 A new feature is a class in a file of its own that overrides some of these, and one line in :mod:`.build`.
