@@ -61,7 +61,7 @@ from manyhands.training.torch.workers import job_bytes
 
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.captured_forward import Forward
-    from manyhands.training.torch.fast.recorder import GraphRecorder
+    from manyhands.training.torch.fast.recorder import CudaRecorder
 
 _HOST = torch.device("cpu")
 _ALIVE_EVERY = 0.2  # seconds
@@ -78,7 +78,7 @@ class Evaluation:
         batch_size: int,
         data: Source,
         objective: Objective,
-        recorder: GraphRecorder | None = None,
+        recorder: CudaRecorder | None = None,
     ) -> None:
         """``recorder``: what records passes of this device, where they may be replayed."""
         self.model, self.world, self.number_format = model, world, number_format

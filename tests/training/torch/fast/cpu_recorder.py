@@ -104,7 +104,7 @@ class Signal:
 
 
 class CpuRecorder:
-    """A :class:`~manyhands.training.torch.fast.recorder.GraphRecorder` of a CPU."""
+    """A :class:`~manyhands.training.torch.fast.recorder.CudaRecorder` of a CPU."""
 
     def __init__(self) -> None:
         self.tape: Tape | None = None

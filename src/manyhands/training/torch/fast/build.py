@@ -21,7 +21,7 @@ from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms, is_clean
 from manyhands.training.torch.fast.norms.group_norm import FusedGroupNorms
 from manyhands.training.torch.fast.python_state import is_compiled
-from manyhands.training.torch.fast.recorder import GraphRecorder, stream_of
+from manyhands.training.torch.fast.recorder import CudaRecorder, stream_of
 from manyhands.training.torch.fast.redundant_biases import Biases, may_have_redundant_biases
 from manyhands.training.torch.fast.small_kernels import SmallKernels
 from manyhands.training.torch.optimizers import Several
@@ -61,7 +61,7 @@ def why_not(rank: Rank) -> str | None:
     return rank.scheduler.why_not_captured if rank.scheduler is not None else None
 
 
-def step_of_rank(rank: Rank, recorder: GraphRecorder) -> CapturedStep:
+def step_of_rank(rank: Rank, recorder: CudaRecorder) -> CapturedStep:
     """The captured step of a job; compiled if the user asks for it."""
     step, settings = rank.steps.plain, rank.settings
     for optimizer in step.optimizer.optimizers if isinstance(step.optimizer, Several) else [step.optimizer]:
@@ -77,7 +77,7 @@ def step_of_rank(rank: Rank, recorder: GraphRecorder) -> CapturedStep:
 
 
 def captured_step(
-    step: TrainingStep, inputs: StepInputs, recorder: GraphRecorder, usual_size: int, *, compiled: bool = False
+    step: TrainingStep, inputs: StepInputs, recorder: CudaRecorder, usual_size: int, *, compiled: bool = False
 ) -> CapturedStep:
     """A captured step with all extensions that it supports."""
     if not isinstance(step, PlainStep) or any(part.recomputes for part in step.parts):

@@ -12,7 +12,7 @@ import torch
 from manyhands.training.torch.data.batches import Batch, map_tensors
 from manyhands.training.torch.fast import python_state
 from manyhands.training.torch.fast.inputs import LoadedPart, LoaderInputs
-from manyhands.training.torch.fast.recorder import GraphRecorder, Replay
+from manyhands.training.torch.fast.recorder import CudaRecorder, Replay
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step.running_sums import RunningSums
 
@@ -35,7 +35,7 @@ class CapturedForward:
     It is called as such until a kind of batch has come back twice, and for good if it cannot be captured.
     """
 
-    def __init__(self, function: Forward, recorder: GraphRecorder, model: torch.nn.Module, sums: RunningSums) -> None:
+    def __init__(self, function: Forward, recorder: CudaRecorder, model: torch.nn.Module, sums: RunningSums) -> None:
         self._function, self._recorder = function, recorder
         self._inputs = LoaderInputs()
         self._graphs: dict[Hashable, _ForwardGraph] = {}

@@ -39,7 +39,7 @@ from manyhands.training.torch.fast.extension import Extension, Passes
 from manyhands.training.torch.fast.inputs import DeviceCounter, MicroBatch, StepInputs
 from manyhands.training.torch.fast.lanes.eager import StepLanes
 from manyhands.training.torch.fast.python_state import unread
-from manyhands.training.torch.fast.recorder import GraphRecorder, NotRecorded, Replay, error_in_words
+from manyhands.training.torch.fast.recorder import CudaRecorder, NotRecorded, Replay, error_in_words
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 from manyhands.training.torch.state import randomness
 from manyhands.training.torch.step.part import LossOf, TrainingStep, Turn, enter_all
@@ -73,7 +73,7 @@ class CapturedStep:
         self,
         step: TrainingStep,
         inputs: StepInputs,
-        recorder: GraphRecorder,
+        recorder: CudaRecorder,
         usual_size: int,
         extensions: Sequence[Extension] = (),
         *,

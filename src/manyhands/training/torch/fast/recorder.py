@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 from unittest import mock
 
 import torch
@@ -36,24 +35,8 @@ def error_in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class GraphRecorder(Protocol):
-    """What a captured step needs of a device; the tests have one for CPUs."""
-
-    def run_stream(self) -> AbstractContextManager[None]:
-        """Work within it runs where it would be recorded, in order with the work before and after."""
-
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """Within it whatever cannot be recorded raises an error."""
-
-    def record(self, work: Callable[[], object]) -> Replay:
-        """Record the work that this function issues, which is not done yet; or raise ``NotRecorded``."""
-
-    def signal(self) -> Signal:
-        """A signal that recorded work gives in each replay."""
-
-
 class CudaRecorder:
-    """Records CUDA graphs on one device."""
+    """Records CUDA graphs on one device; the tests have a recorder for CPUs, with the same methods."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, stream_of(device)
@@ -61,6 +44,7 @@ class CudaRecorder:
         self._beside = torch.cuda.Stream(device)
 
     def run_stream(self) -> AbstractContextManager[None]:
+        """Work within it runs where it would be recorded, in order with the work before and after."""
         return on(self._stream, self._device)
 
     @contextmanager
@@ -80,6 +64,7 @@ class CudaRecorder:
             torch.cuda.set_sync_debug_mode(before)
 
     def record(self, work: Callable[[], object]) -> Replay:
+        """Record the work that this function issues, which is not done yet; or raise ``NotRecorded``."""
         reserve_workspaces([self._stream], self._device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
@@ -91,6 +76,7 @@ class CudaRecorder:
         return graph.replay
 
     def signal(self) -> Signal:
+        """A signal that recorded work gives in each replay."""
         return _EventInGraph(self._beside)
 
 

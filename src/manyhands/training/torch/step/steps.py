@@ -19,11 +19,11 @@ from manyhands.training.torch.step.build import build_step
 
 if TYPE_CHECKING:
     from manyhands.training.torch.fast.captured_step import CapturedStep
-    from manyhands.training.torch.fast.recorder import GraphRecorder
+    from manyhands.training.torch.fast.recorder import CudaRecorder
     from manyhands.training.torch.learner import Rank
 
 
-def recorder_for(device: torch.device) -> GraphRecorder | None:
+def recorder_for(device: torch.device) -> CudaRecorder | None:
     """What records the steps of a device; None: nothing does."""
     if device.type != "cuda":
         return None
@@ -40,7 +40,7 @@ class RankSteps:
         self.plain = build_step(rank)
         self.captured: CapturedStep | None = None
         self.half_before: bool | None = None  # whether a resumed job computed in bfloat16
-        self.recorder: GraphRecorder | None = None
+        self.recorder: CudaRecorder | None = None
         self._begun = False
         self._said: str | None = None  # how the steps run, as the user has read it
         self._first_step = 0  # of the epoch

@@ -45,7 +45,7 @@ from manyhands.schedule.graph import Task
 from manyhands.schedule.lanes import Lane, Schedule
 from manyhands.schedule.recorded import Journal
 from manyhands.training.torch.fast import operations
-from manyhands.training.torch.fast.lanes.eager import Lanes
+from manyhands.training.torch.fast.lanes.eager import StreamLanes
 
 _aten = torch.ops.aten
 _Memories = dict[int, torch.UntypedStorage]
@@ -69,7 +69,7 @@ class _LaneCall:
 class CompiledLanes:
     """``with CompiledLanes(lanes, 2): loss.backward()``, for a loss that was compiled with :class:`MoveToSideLanes`."""
 
-    def __init__(self, lanes: Lanes, count: int, *, device: str = "cpu") -> None:
+    def __init__(self, lanes: StreamLanes, count: int, *, device: str = "cpu") -> None:
         self._lanes, self._count = lanes, count
         self._described = [Lane(device, number=number) for number in range(count + 1)]
         self.schedule: Schedule | None = None

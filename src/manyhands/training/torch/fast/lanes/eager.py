@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -56,21 +56,8 @@ _FOLLOWERS = {_aten._to_copy.default, _aten.add.Tensor, _aten.add_.Tensor, _aten
 _Memories = dict[int, torch.UntypedStorage]
 
 
-class Lanes(Protocol):
-    """Queues of work: number 0 is the caller's, the others are side lanes."""
-
-    def mark(self, lane: int) -> Any:
-        """A point on a lane, after all work issued to it so far."""
-
-    def wait(self, lane: int, mark: Any) -> None:
-        """Let later work on the lane wait for the mark. The host does not wait."""
-
-    def on(self, lane: int) -> AbstractContextManager[Any]:
-        """A context whose operations are issued to this lane."""
-
-
 class StreamLanes:
-    """CUDA streams as lanes; the caller's lane is the current stream.
+    """CUDA streams as lanes: number 0 is the caller's current stream, the others are side lanes.
 
     ``together``: all work goes to the caller's stream. Then nothing has run on the side lanes before a capture, and
     the workspaces that cuBLAS needs on them are memory of the captured graph.
@@ -87,14 +74,17 @@ class StreamLanes:
                 self._streams.append(stream)
 
     def mark(self, lane: int) -> torch.cuda.Event:
+        """A point on a lane, after all work issued to it so far."""
         event = torch.cuda.Event()
         event.record(self._stream(lane))
         return event
 
     def wait(self, lane: int, mark: torch.cuda.Event) -> None:
+        """Let later work on the lane wait for the mark. The host does not wait."""
         self._stream(lane).wait_event(mark)
 
     def on(self, lane: int) -> AbstractContextManager[Any]:
+        """A context whose operations are issued to this lane."""
         return torch.cuda.stream(self._stream(lane))
 
     def _stream(self, lane: int) -> torch.cuda.Stream:
@@ -106,7 +96,7 @@ class SideLanes(TorchDispatchMode):
     """``with SideLanes(lanes, 2): loss.backward()``: weight gradients on two side lanes, all joined at the end."""
 
     def __init__(
-        self, lanes: Lanes, count: int, *, max_held: int | None = None, min_product: int = 0, device: str = "cpu"
+        self, lanes: StreamLanes, count: int, *, max_held: int | None = None, min_product: int = 0, device: str = "cpu"
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lanes, self._count, self._max_held, self._min_product = lanes, count, max_held, min_product
@@ -313,7 +303,9 @@ _MIN_PRODUCT = 1 << 22
 class StepLanes:
     """Side lanes for the steps of one device, separately for each kind of micro-batch."""
 
-    def __init__(self, lanes: Lanes, device: str = "cpu", *, max_held: int | None = None, min_product: int = 0) -> None:
+    def __init__(
+        self, lanes: StreamLanes, device: str = "cpu", *, max_held: int | None = None, min_product: int = 0
+    ) -> None:
         self._lanes, self._device = lanes, device
         self._max_held, self._min_product = max_held, min_product
         self._of: dict[Hashable, SideLanes | CompiledLanes] = {}
@@ -348,15 +340,11 @@ class StepLanes:
     @contextmanager
     def on_one_stream(self) -> Iterator[None]:
         """A context in which all lanes use one stream: for warm-up steps."""
-        lanes = self._lanes
-        if not isinstance(lanes, StreamLanes):
-            yield
-            return
-        lanes.together = True
+        self._lanes.together = True
         try:
             yield
         finally:
-            lanes.together = False
+            self._lanes.together = False
 
     def explain(self, kind: Hashable) -> list[str]:
         """The lanes, tasks and waits of a backward pass, and which gradients run on side lanes."""
