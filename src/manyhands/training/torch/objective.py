@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,13 +27,6 @@ from manyhands.training.torch.step.logged import loss_of_pass
 
 if TYPE_CHECKING:
     from manyhands.training.torch.preflight.checks import LabelRange
-
-
-class Scored(NamedTuple):
-    """Class scores and their targets, of which the correct predictions can be counted (:func:`count_correct`)."""
-
-    output: torch.Tensor
-    target: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -54,8 +47,8 @@ class Objective(abc.ABC):
     @abc.abstractmethod
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
-    ) -> tuple[Any, Scored | None]:
-        """The value of the user's loss for the batch, and the class scores, if the outputs are class scores."""
+    ) -> tuple[Any, torch.Tensor | None]:
+        """The value of the user's loss for the batch, and the number of correct predictions (None: no classes)."""
 
     def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
         """What the loss is computed from; None where the model computes its loss itself."""
@@ -68,13 +61,13 @@ class Objective(abc.ABC):
         self, model: torch.nn.Module, batch: Batch, *, part: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The mean loss of the batch, and the number of correct predictions; ``part``: there are other parts."""
-        value, scored = self.value(model, batch)
+        value, correct = self.value(model, batch)
         if isinstance(value, LossSum):
             if part:
                 raise BadSettings(_TWO_KINDS)
             whole = check_sum(value)
             value = whole.total / whole.count.to(whole.total.dtype)
-        return value, self.correct(scored, batch)
+        return value, correct
 
     def is_mean(self, model: torch.nn.Module) -> bool:
         """Whether the loss in evaluations is known to be a mean over samples, or a sum with its count.
@@ -94,13 +87,9 @@ class Objective(abc.ABC):
     def as_sum(self, model: torch.nn.Module, batch: Batch) -> tuple[LossSum | None, Any, torch.Tensor | None]:
         """The loss as a sum and its count, where these are known; the loss itself; and the correct predictions."""
         known = KnownMeans()
-        value, scored = self.value(model, batch, known)
+        value, correct = self.value(model, batch, known)
         loss_sum = value if isinstance(value, LossSum) else known.sum_of(value)
-        return None if loss_sum is None else check_sum(loss_sum), value, self.correct(scored, batch)
-
-    def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
-        """The number of correct predictions of the batch whose value was asked for last; None: not class scores."""
-        return count_correct(scored)
+        return None if loss_sum is None else check_sum(loss_sum), value, correct
 
 
 _TWO_KINDS = (
@@ -148,7 +137,7 @@ class Supervised(Objective):
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
-    ) -> tuple[Any, Scored | None]:
+    ) -> tuple[Any, torch.Tensor | None]:
         both = self.output_and_target(model, batch)
         if both is None:
             with known or nullcontext():
@@ -166,8 +155,8 @@ class Supervised(Objective):
         if not isinstance(value, LossSum):
             value = mean_loss(self.loss, _loss_from(value, "the loss"), target)
         if isinstance(batch, Mapping):
-            return value, class_scores(dict_batches.logits_of(output), batch.get("labels"))
-        return value, class_scores(output, own)
+            return value, count_correct(dict_batches.logits_of(output), batch.get("labels"))
+        return value, count_correct(output, own)
 
 
 @dataclass
@@ -179,15 +168,13 @@ class OwnStep(Objective):
 
     # Whether to call training_step or validation_step; None: by the model's mode.
     training: bool | None = None
-    # The share of correct predictions that the last validation step has plotted, as the book's do.
-    plotted_accuracy: Any = dataclasses.field(default=None, init=False)
 
     def is_mean(self, model: torch.nn.Module) -> bool:
         return self.rows is None and is_default(model, "validation_step") and is_default(model, "loss")
 
     def value(
         self, model: torch.nn.Module, batch: Batch, known: TorchFunctionMode | None = None
-    ) -> tuple[Any, Scored | None]:
+    ) -> tuple[Any, torch.Tensor | None]:
         user: Any = model
         trains = (model.training if self.training is None else self.training) or not hasattr(model, "validation_step")
         name = "training_step" if trains else "validation_step"
@@ -200,12 +187,14 @@ class OwnStep(Objective):
             inputs, target = inputs_and_target(batch)
             output = user(*inputs)
             with known or nullcontext():
-                return in_full(user.loss, *self._gather(output, target)), class_scores(output, target)
+                return in_full(user.loss, *self._gather(output, target)), count_correct(output, target)
+        correct = None
         with known or nullcontext():
             returned = self._call(getattr(user, name), batch)
             if not trains and (plots := plots_of(model)) is not None:
                 plotted = plots.take()
-                self.plotted_accuracy = plotted.get("acc")
+                if (share := plotted.get("acc")) is not None:
+                    correct = (torch.as_tensor(share).detach() * rows(batch)).round()
                 returned = plotted_loss(returned, plotted, lambda: self._call(user.training_step, batch))
         if returned is None and not trains:
             returned = loss_of_pass()
@@ -216,19 +205,13 @@ class OwnStep(Objective):
         if isinstance(value, torch.Tensor) and value.dim():
             shape = tuple(value.shape)
             raise BadSettings(f"{who} returned a tensor of shape {shape}: return one number, as loss.mean()")
-        return value if isinstance(value, LossSum) else _loss_from(value, who), None
+        return value if isinstance(value, LossSum) else _loss_from(value, who), correct
 
     def output_and_target(self, model: torch.nn.Module, batch: Batch) -> tuple[Any, Any] | None:
         if not is_default(model, "training_step"):
             return None
         inputs, target = inputs_and_target(batch)
         return model(*inputs), target
-
-    def correct(self, scored: Scored | None, batch: Batch) -> torch.Tensor | None:
-        share, self.plotted_accuracy = self.plotted_accuracy, None
-        if share is None:
-            return super().correct(scored, batch)
-        return (torch.as_tensor(share).detach() * rows(batch)).round()
 
     def _call(self, step: Callable[..., Any], batch: Batch) -> Any:
         return step(batch, self.batch_idx) if takes_number(step) else step(batch)
@@ -352,18 +335,13 @@ def mean_loss(loss: Any, value: torch.Tensor, target: Any) -> torch.Tensor:
     return value
 
 
-def class_scores(output: Any, target: Any) -> Scored | None:
-    """The output with its target, if it is rows of class scores."""
+def count_correct(output: Any, target: Any) -> torch.Tensor | None:
+    """How many rows of class scores are largest at the target; None if these are not class scores."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
         return None
-    return Scored(output, target)
-
-
-def count_correct(scored: Scored | None) -> torch.Tensor | None:
-    """How many rows of class scores are largest at the target; None if these are not class scores."""
-    return None if scored is None else (scored.output.detach().argmax(1) == scored.target).sum()
+    return (output.detach().argmax(1) == target).sum()
 
 
 def objective_for(model: torch.nn.Module, loss: Callable[[Any, Any], Any] | None) -> Objective:
