@@ -375,10 +375,10 @@ def _subject_of(job: Job, device: torch.device) -> tuple[_Subject, list[str]]:
         model.double()
     notes = []
     if settings.precision == "auto":
-        choice = precision.choose(job, model, World(0, 1, device), None)
-        if choice.bf16:
-            notes.append(f"{choice}.")
-            number_format = precision.bf16_format(model)
+        chosen, why = precision.choose(job, model, World(0, 1, device), None)
+        if chosen == "bf16":
+            notes.append(f"precision {chosen}: {why}.")
+            number_format = number_format_for(job, device, chosen)
     if number_format.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     own_optimizer = job.make_optimizer(model).optimizer

@@ -102,10 +102,9 @@ def placement_preserved(model: torch.nn.Module) -> Iterator[None]:
                 tensor.grad = tensor.grad.to(tensor.dtype)
 
 
-def number_format_for(job: Job, device: torch.device) -> NumberFormat:
-    """Precision and memory format that the user has chosen; :mod:`.preflight.precision` chooses the rest."""
-    on_gpu = device.type == "cuda"
-    precision = job.settings.precision
+def number_format_for(job: Job, device: torch.device, precision: str | None = None) -> NumberFormat:
+    """The format for a precision; None: the user's, where :mod:`.preflight.precision` has not chosen one yet."""
+    on_gpu, precision = device.type == "cuda", precision or job.settings.precision
     images = any(isinstance(layer, torch.nn.Conv2d) for layer in job.model.modules())
     autocast = HALVES.get(precision)
     channels_last = images and job.settings.step.optimize != "off" and (on_gpu or autocast is not None)

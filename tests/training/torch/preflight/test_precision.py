@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from training_cases import difference, fit, images, mlp, same, vectors
 from manyhands import machine
 from manyhands.book.torch import MODELS
 from manyhands.errors import BadBatch
+from manyhands.training.options import Settings
 from manyhands.training.torch.preflight import precision
 
 AMX = ("amx_bf16", "avx512f")
@@ -50,15 +52,16 @@ def layers(*channels: int) -> nn.Module:
     ],
 )
 def test_the_model_decides_where_the_cpu_has_amx(model: nn.Module, expected: str) -> None:
-    assert precision.on_cpu(model, AMX).precision == expected
-    assert not precision.on_cpu(model, ("avx512_bf16", "avx2")).bf16
+    assert precision.on_cpu(model, AMX)[0] == expected
+    assert precision.on_cpu(model, ("avx512_bf16", "avx2"))[0] != "bf16"
 
 
 def test_the_reason_is_given() -> None:
-    assert str(precision.on_cpu(convolving(), AMX)) == (
-        "precision fp32: the CPU has AMX, and 2 of 4 convolutions and linear layers have 64 channels or more"
+    assert precision.on_cpu(convolving(), AMX) == (
+        "fp32",
+        "the CPU has AMX, and 2 of 4 convolutions and linear layers have 64 channels or more",
     )
-    assert str(precision.on_cpu(convolving(), ())) == "precision fp32: the CPU has no AMX"
+    assert precision.on_cpu(convolving(), ()) == ("fp32", "the CPU has no AMX")
 
 
 # What a job makes of it
@@ -112,19 +115,25 @@ def test_what_the_user_gives_is_not_decided(tmp_path: Path) -> None:
     assert "chosen" not in json.loads((tmp_path / "run" / "config.json").read_text())
 
 
+@pytest.mark.usefixtures("_amx")
 def test_all_ranks_compute_alike() -> None:
-    gpu, cpu = (
-        precision.PrecisionChoice("bf16", "the GPU has bfloat16"),
-        precision.PrecisionChoice("fp32", "the CPU has no AMX"),
-    )
-    assert precision.agree([gpu, gpu]) == gpu
-    assert precision.agree([gpu, cpu]) == precision.agree([cpu, gpu]) == cpu
+    """One without bfloat16 is enough."""
+
+    class World:
+        device = torch.device("cpu")
+
+        def values(self, own: Any) -> list[Any]:
+            return [own, ("fp32", "the CPU has no AMX"), own]
+
+    job: Any = SimpleNamespace(settings=Settings())
+    world: Any = World()
+    assert precision.choose(job, layers(64, 64), world, None) == ("fp32", "the CPU has no AMX")
 
 
 def test_ranks_in_processes_of_their_own_agree(tmp_path: Path) -> None:
     trained(ranks=2, max_epochs=1, run=tmp_path / "run")
     chosen = json.loads((tmp_path / "run" / "config.json").read_text())["chosen"]
-    assert chosen["why"] == precision.on_cpu(layers(36, 64, 64, 64, 3), machine.host_features()).why
+    assert chosen["why"] == precision.on_cpu(layers(36, 64, 64, 64, 3), machine.host_features())[1]
 
 
 class Laid(torch.nn.Module):

@@ -20,15 +20,14 @@ cross-entropy in a model's own step. The error of such a job says to give ``prec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 
 from manyhands import machine
 from manyhands.backends.torch import compat
-from manyhands.training.torch.job import Job, NumberFormat
+from manyhands.training.torch.job import Job, number_format_for
 from manyhands.training.torch.ranks.world import World
 from manyhands.training.torch.state import job_state
 
@@ -39,57 +38,41 @@ CONTINUED = "as in the checkpoint that this job continues"
 _WIDE = 64  # channels
 
 
-@dataclass(frozen=True)
-class PrecisionChoice:
-    """A precision, and the reason for it."""
-
-    precision: str
-    why: str
-
-    @property
-    def bf16(self) -> bool:
-        return self.precision == "bf16"
-
-    def __str__(self) -> str:
-        return f"precision {self.precision}: {self.why}"
+Choice = tuple[str, str]  # a precision, and the reason for it
 
 
-def choose(job: Job, model: torch.nn.Module, world: World, before: bool | None) -> PrecisionChoice:
-    """The precision of all ranks for ``precision="auto"``; a collective.
+def choose(job: Job, model: torch.nn.Module, world: World, before: bool | None) -> Choice:
+    """The precision of all ranks for ``precision="auto"``: bfloat16 if each of them chooses it; a collective.
 
     ``before``: whether a resumed job computed in bfloat16 (None: it is not resumed).
     """
     if before is not None:
-        return PrecisionChoice("bf16" if before else _of_weights(model), CONTINUED)
-    return agree(world.values(_of_this_rank(job, model, world.device)))
+        return "bf16" if before else _of_weights(model), CONTINUED
+    choices = world.values(_of_this_rank(job, model, world.device))
+    return next((choice for choice in choices if choice[0] != "bf16"), choices[0])
 
 
-def agree(choices: Sequence[PrecisionChoice]) -> PrecisionChoice:
-    """The precision that all ranks support: bfloat16 if each of them has chosen it."""
-    return next((choice for choice in choices if not choice.bf16), choices[0])
-
-
-def _of_this_rank(job: Job, model: torch.nn.Module, device: torch.device) -> PrecisionChoice:
+def _of_this_rank(job: Job, model: torch.nn.Module, device: torch.device) -> Choice:
     if job.settings.step.optimize == "off":
-        return PrecisionChoice(_of_weights(model), "optimize='off'")
-    if device.type == "cuda":
-        if torch.cuda.is_bf16_supported():
-            return PrecisionChoice("bf16", "the GPU has bfloat16")
-        return PrecisionChoice(_of_weights(model), "the GPU has no bfloat16")
-    return on_cpu(model, machine.host_features())
+        return _of_weights(model), "optimize='off'"
+    if device.type != "cuda":
+        return on_cpu(model, machine.host_features())
+    if torch.cuda.is_bf16_supported():
+        return "bf16", "the GPU has bfloat16"
+    return _of_weights(model), "the GPU has no bfloat16"
 
 
-def on_cpu(model: torch.nn.Module, features: Collection[str]) -> PrecisionChoice:
+def on_cpu(model: torch.nn.Module, features: Collection[str]) -> Choice:
     """The precision on a CPU with those features (:func:`manyhands.machine.host_features`)."""
     weights = _of_weights(model)
     if "amx_bf16" not in features:
-        return PrecisionChoice(weights, "the CPU has no AMX")
+        return weights, "the CPU has no AMX"
     if weights != "fp32":
-        return PrecisionChoice(weights, "the precision of the model's weights")
+        return weights, "the precision of the model's weights"
     sizes = [size for layer in model.modules() if (size := _channels(layer)) is not None]
     wide = sum(min(size) >= _WIDE for size in sizes)
     counted = f"{wide} of {len(sizes)} convolutions and linear layers have {_WIDE} channels or more"
-    return PrecisionChoice("bf16" if 2 * wide > len(sizes) else "fp32", f"the CPU has AMX, and {counted}")
+    return "bf16" if 2 * wide > len(sizes) else "fp32", f"the CPU has AMX, and {counted}"
 
 
 def _of_weights(model: torch.nn.Module) -> str:
@@ -107,21 +90,17 @@ def _channels(layer: torch.nn.Module) -> tuple[int, int] | None:
     return (layer.in_features, layer.out_features) if isinstance(layer, torch.nn.Linear) else None
 
 
-def bf16_format(model: torch.nn.Module) -> NumberFormat:
-    images = any(isinstance(layer, torch.nn.Conv2d) for layer in model.modules())
-    return NumberFormat(torch.bfloat16, channels_last=images)
-
-
 def set_precision(rank: Rank, half_before: bool | None) -> None:
     """Where the user leaves it to the trainer, choose the precision of a rank's steps; a collective."""
     if rank.settings.precision != "auto":
         return
-    choice = choose(rank.job, rank.model, rank.world, half_before)
-    rank.chosen_precision = choice.precision, choice.why
-    if choice.bf16:
-        rank.notes.insert(0, str(choice))
-        wanted, number_format = bf16_format(rank.model), rank.number_format
-        number_format.autocast, number_format.channels_last = wanted.autocast, wanted.channels_last
-        if wanted.channels_last:
-            rank.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            job_state.settle(rank.optimizer)
+    precision, why = rank.chosen_precision = choose(rank.job, rank.model, rank.world, half_before)
+    if precision != "bf16":
+        return
+    rank.notes.insert(0, f"precision {precision}: {why}")
+    wanted = number_format_for(rank.job, rank.world.device, precision)
+    rank.number_format.autocast = wanted.autocast
+    if wanted.channels_last and not rank.sharded:
+        rank.number_format.channels_last = True
+        rank.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        job_state.settle(rank.optimizer)
