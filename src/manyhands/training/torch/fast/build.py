@@ -96,10 +96,10 @@ def _side_lanes(step: PlainStep) -> StepLanes | None:
     return StepLanes.on_streams(step.device, stream_of(step.device), max_held=held)
 
 
-def _extensions(step: PlainStep) -> tuple[list[Extension], dict[str, str]]:
+def _extensions(step: PlainStep) -> tuple[list[Extension], list[str]]:
     """What acts on the passes, in order; and why something does not."""
     extensions: list[Extension] = []
-    reasons: dict[str, str] = {}
+    reasons: list[str] = []
     if "redundant biases" in _USED and may_have_redundant_biases(step.model, step.optimizer):
         extensions.append(Biases(step.model, step.gradients))
     # A compiler compiles nothing that is called inside a dispatch mode, not even at later calls.
@@ -111,7 +111,7 @@ def _extensions(step: PlainStep) -> tuple[list[Extension], dict[str, str]]:
         try:
             extensions.append(FusedNorms(step))
         except CannotCompile as error:
-            reasons["norms"] = f"{FusedNorms.without} ({error})"
+            reasons.append(f"{FusedNorms.without} ({error})")
     return extensions, reasons
 
 

@@ -52,8 +52,6 @@ _MOST_KINDS = 1024  # of micro-batches that are remembered, to see whether they 
 _MANY = 0.1  # of all steps: so many plain ones are worth a note
 _MULTIPLES = (8, 16, 32, 64, 128)  # to which lengths may be padded
 _LONGEST_REASON = 300  # characters
-_FEATURES = ("norms", "lanes", "compiler")  # what a failure may turn off, in this order
-
 
 _Part = tuple[MicroBatch, Passes]
 
@@ -79,15 +77,15 @@ class CapturedStep:
         *,
         lanes: StepLanes | None = None,
         compiled: bool = False,
-        reasons: Mapping[str, str] | None = None,
+        reasons: Sequence[str] = (),
     ) -> None:
         """``usual_size``: of a micro-batch; only such are worth the time that compiling takes.
 
-        ``reasons``: why one of the ``_FEATURES`` is not used although it was wanted.
+        ``reasons``: why kernels, lanes or the compiler are not used although they were wanted.
         """
         self._step, self.inputs, self._recorder, self._usual_size = step, inputs, recorder, usual_size
         self._extensions, self._lanes, self.compiled = list(extensions), lanes, compiled
-        self.reasons = {feature: reason[:_LONGEST_REASON] for feature, reason in (reasons or {}).items()}
+        self.reasons = [reason[:_LONGEST_REASON] for reason in reasons]
         self._passes: dict[Hashable, Passes] = {}
         self._kinds: dict[Hashable, tuple[torch.Size, ...]] = {}  # in the order in which they came; with their shapes
         self._refused: set[Hashable] = set()  # kinds that cannot be recorded, while others can
@@ -353,10 +351,10 @@ class CapturedStep:
         if modes:
             self._extensions = [each for each in self._extensions if not each.is_mode]
             for without in (each.without for each in modes if each.without):
-                self._note_reason("norms", f"{without} ({why})")
+                self._note_reason(f"{without} ({why})")
         elif self._lanes is not None:
             self._lanes = None
-            self._note_reason("lanes", f"no side lanes ({why})")
+            self._note_reason(f"no side lanes ({why})")
         elif tried.compiled:
             self._compile_nothing(why)
         else:
@@ -366,10 +364,10 @@ class CapturedStep:
 
     def _compile_nothing(self, why: str) -> None:
         self.compiled = False
-        self._note_reason("compiler", f"kernels are not compiled ({why})")
+        self._note_reason(f"kernels are not compiled ({why})")
 
-    def _note_reason(self, feature: str, reason: str) -> None:
-        self.reasons[feature] = reason[:_LONGEST_REASON]
+    def _note_reason(self, reason: str) -> None:
+        self.reasons.append(reason[:_LONGEST_REASON])
 
     def close(self) -> None:
         """From now on steps are plain."""
@@ -390,7 +388,7 @@ class CapturedStep:
 
     def notes(self) -> list[str]:
         """For the job's result: which features are not used and why, and which steps were plain."""
-        notes = [self.reasons[feature] for feature in _FEATURES if feature in self.reasons]
+        notes = [*self.reasons]
         plain, every = self.steps["plain"], sum(self.steps.values())
         if plain > every * _MANY and len(self._kinds) > MOST_GRAPHS:
             padded = {multiple: _padded_length(self._kinds, multiple) for multiple in _MULTIPLES}
@@ -402,17 +400,12 @@ class CapturedStep:
 
     def explain(self) -> str:
         """The passes over each kind of micro-batch: their graph, their kernels, their lanes."""
-        lines = [", ".join(f"{count} steps: {kind}" for kind, count in self.steps.items())]
+        lines = [", ".join(f"{count} steps: {kind}" for kind, count in self.steps.items()), *self.reasons]
         for passes in self._passes.values():
             graph = "in a CUDA graph" if passes.replay is not None else "not captured yet"
             lines.append(f"{passes.size} samples: {graph}, kernels {'compiled' if passes.compiled else 'not compiled'}")
-            features = ["compiler", "norms"] if passes.size == self._usual_size else ["norms"]
-            reasons = [self.reasons[feature] for feature in features if feature in self.reasons]
-            lines += [f"  {line}" for line in (*reasons, *passes.notes)]
-            if self._lanes is not None:
-                lines += self._lanes.explain(passes.kind)
-            else:
-                lines.append(f"  {self.reasons.get('lanes', 'all on one lane')}")
+            lines += [f"  {note}" for note in passes.notes]
+            lines += ["  all on one lane"] if self._lanes is None else self._lanes.explain(passes.kind)
         return "\n".join(lines)
 
 

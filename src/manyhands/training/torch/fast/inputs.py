@@ -12,8 +12,7 @@ Graphs are told apart by the kind of a micro-batch: shapes, dtypes and strides o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,43 +47,44 @@ class DeviceCounter:
         self._known = None
 
 
-class MicroBatch(Protocol):
+class MicroBatch:
     """One micro-batch, from where it comes to where a graph reads it."""
 
     size: int
-    shapes: tuple[torch.Size, ...]  # of its tensors, where they differ from batch to batch
-
-    @property
-    def kind(self) -> Hashable:
-        """Micro-batches of one kind have one graph."""
+    shapes: tuple[torch.Size, ...] = ()  # of its tensors, where they differ from batch to batch
+    kind: Hashable  # micro-batches of one kind have one graph
 
     def load(self, *, recorded: bool) -> None:
         """Called before the work runs; ``recorded``: by a graph, which reads the batch from its own place."""
+        raise NotImplementedError
 
     def batch(self, *, recorded: bool) -> Batch:
         """The batch itself, within that work."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """What the recorded work does at its end."""
 
 
-class StepInputs(Protocol):
+class StepInputs:
     """The batches of a job."""
 
-    def begin_epoch(self, order: NDArray[np.int64] | None) -> None:
-        """Begin an epoch with this order of samples; None: the loader has its own."""
+    def begin_epoch(self, order: NDArray[np.int64]) -> None:
+        """Begin an epoch with this order of samples; a loader has its own."""
 
     def parts(self, window: Window, shard: Shard | None) -> Sequence[MicroBatch]:
         """The micro-batches of this rank's shard; a ``CannotCompile`` says why they cannot be captured."""
+        raise NotImplementedError
 
     def forget_place(self) -> None:
         """A step has failed: the device may stand somewhere else in the epoch."""
 
     def read_values(self) -> bool:
         """From now on plain values count as read; False where none was watched: then the failure is another's fault."""
+        return False
 
 
-class ResidentInputs:
+class ResidentInputs(StepInputs):
     """Data on the device, the epoch's order of samples, and the place in it where the next micro-batch begins."""
 
     def __init__(
@@ -96,7 +96,7 @@ class ResidentInputs:
         self._place = DeviceCounter(device)
         self._ranges: dict[int, torch.Tensor] = {}
 
-    def begin_epoch(self, order: NDArray[np.int64] | None) -> None:
+    def begin_epoch(self, order: NDArray[np.int64]) -> None:
         numbers = torch.from_numpy(order)
         self._order.copy_(numbers.pin_memory() if self._order.is_cuda else numbers, non_blocking=True)
 
@@ -105,9 +105,6 @@ class ResidentInputs:
 
     def forget_place(self) -> None:
         self._place.forget()
-
-    def read_values(self) -> bool:
-        return False
 
     def go_to(self, begin: int, size: int) -> None:
         """The next micro-batch begins here; mostly the one before has left the place there."""
@@ -122,16 +119,10 @@ class ResidentInputs:
         self._place.tensor += size
 
 
-@dataclass
-class _ResidentPart:
-    inputs: ResidentInputs
-    begin: int
-    size: int
-    shapes: tuple[torch.Size, ...] = ()
-
-    @property
-    def kind(self) -> Hashable:
-        return self.size
+class _ResidentPart(MicroBatch):
+    def __init__(self, inputs: ResidentInputs, begin: int, size: int) -> None:
+        self.inputs, self.begin = inputs, begin
+        self.size = self.kind = size
 
     def load(self, *, recorded: bool) -> None:
         self.inputs.go_to(self.begin, self.size)
@@ -143,7 +134,7 @@ class _ResidentPart:
         self.inputs.advance(self.size)
 
 
-class LoaderInputs:
+class LoaderInputs(StepInputs):
     """Batches that arrive on the device, and for each kind of them the memory where a graph reads them."""
 
     def __init__(self) -> None:
@@ -151,8 +142,6 @@ class LoaderInputs:
         self.values_are_read = False
         self._are_watched = False  # in a step since the newest failure
         self.read_at: str | None = None  # the line that has read a plain value
-
-    def begin_epoch(self, order: NDArray[np.int64] | None) -> None: ...
 
     def parts(self, window: Window, shard: Shard | None) -> Sequence[MicroBatch]:
         batches = () if shard is None else zip(shard.parts, shard.sizes, strict=True)
@@ -164,8 +153,6 @@ class LoaderInputs:
             return value
         self._are_watched = True
         return unread(value, self._note_read)
-
-    def forget_place(self) -> None: ...
 
     def read_values(self) -> bool:
         watched, self._are_watched = self._are_watched, False
@@ -182,7 +169,7 @@ class LoaderInputs:
         return self._memory[kind]
 
 
-class LoadedPart:
+class LoadedPart(MicroBatch):
     """A micro-batch of a loader; it is on the device, or on its way there."""
 
     def __init__(self, inputs: LoaderInputs, batch: Batch, size: int) -> None:
@@ -193,7 +180,7 @@ class LoadedPart:
         _check(self._tensors, values)
         self.shapes = tuple(tensor.shape for tensor in self._tensors)
         looks = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for tensor in self._tensors)
-        self.kind: Hashable = (self._structure, looks, values if inputs.values_are_read else ())
+        self.kind = (self._structure, looks, values if inputs.values_are_read else ())
 
     def load(self, *, recorded: bool) -> None:
         if recorded and self._tensors:
@@ -204,8 +191,6 @@ class LoadedPart:
         return self._structure.unflatten(
             next(tensors) if isinstance(leaf, torch.Tensor) else self._inputs.watch(leaf) for leaf in self._leaves
         )
-
-    def finish(self) -> None: ...
 
 
 def _check(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
