@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from manyhands.amounts import count_of
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
 from manyhands.training.torch.fast.norms.pending import (
@@ -62,7 +61,7 @@ class FusedBatchNorms(DeferringMode):
     """
 
     def __init__(self) -> None:
-        super().__init__(_HANDLERS)
+        super().__init__(_HANDLERS, "batch normalisation")
         self._wanted: set[int] = set()
         self._wanted_before: set[int] = set()  # gradients that another operation read too, in the previous step
         self.begin(poison=False)
@@ -101,7 +100,7 @@ class FusedBatchNorms(DeferringMode):
             statistics.rstd.fill_(float("nan"))
         self._untaken.append(statistics)
         self.counts["batch normalisations"] += 1
-        return self._defer(x, Norm(x, statistics, weight, bias)), statistics.mean, statistics.rstd
+        return self._defer(torch.empty_like(x), Norm(x, statistics, weight, bias)), statistics.mean, statistics.rstd
 
     def _add(self, func: Any, tensor: Any, other: Any, *, alpha: Any = 1) -> Any:
         note, added = self._note(tensor), other
@@ -115,7 +114,7 @@ class FusedBatchNorms(DeferringMode):
         self._settle(added)
         pending = replace(note.pending, added=added)
         if func is _aten.add.Tensor:
-            return self._defer(tensor, pending)
+            return self._defer(torch.empty_like(tensor), pending)
         note.pending = pending
         return tensor
 
@@ -131,7 +130,7 @@ class FusedBatchNorms(DeferringMode):
             return NotImplemented
         self._settle((first, second))
         if func is _aten.add.Tensor:
-            return self._defer(first, PendingSum(first, second))
+            return self._defer(torch.empty_like(first), PendingSum(first, second))
         self._settle_before_writing(func, (first, second), {})
         before = first.clone() if self._poison else None  # None: the memory still holds it
         if self._poison:
@@ -167,7 +166,7 @@ class FusedBatchNorms(DeferringMode):
         else:
             self._settle(gradient)
         self._gradients += 1
-        return self._defer(gradient, Gradient(first, more, result, self._gradients))
+        return self._defer(torch.empty_like(gradient), Gradient(first, more, result, self._gradients))
 
     def _norm_backward(
         self, func: Any, gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, *rest: Any
@@ -202,13 +201,6 @@ class FusedBatchNorms(DeferringMode):
         return tuple(each if wanted else None for each, wanted in zip(gradients, mask, strict=True))
 
     # Notes
-
-    def _defer(self, like: torch.Tensor, pending: Norm | PendingSum | Gradient) -> torch.Tensor:
-        y = torch.empty_like(like)
-        if self._poison:
-            y.fill_(float("nan"))
-        self._notes[memory_id(y)] = Note(y, pending)
-        return y
 
     def _forget(self) -> None:
         """Drop notes of memory that was freed. Their running statistics are updated all the same."""
@@ -278,12 +270,6 @@ class FusedBatchNorms(DeferringMode):
         """The sums that :meth:`_reduce` has computed for this backward."""
         memory, its_mean, sums = self._reduced.get(memory_id(gradient), (None, 0, None))
         return sums if memory is not None and not memory.expired() and its_mean == memory_id(mean) else None
-
-    def explain(self) -> str:
-        """Which operations were fused, in words."""
-        rest = dict(self.counts)
-        norms = count_of(rest.pop("batch normalisations", 0), "batch normalisation")
-        return "fused: " + ", ".join([norms, *(f"{count} {kind}" for kind, count in rest.items())])
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

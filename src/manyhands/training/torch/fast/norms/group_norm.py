@@ -30,10 +30,9 @@ from typing import Any
 
 import torch
 
-from manyhands.amounts import count_of
 from manyhands.backends.torch.compat import memory_id
 from manyhands.backends.torch.kernels import group_norm as kernels
-from manyhands.training.torch.fast.norms.pending import DeferringMode, Note
+from manyhands.training.torch.fast.norms.pending import DeferringMode
 from manyhands.training.torch.fast.operations import has_memory, is_cast_of_weight_gradient
 
 _aten = torch.ops.aten
@@ -136,7 +135,7 @@ class FusedGroupNorms(DeferringMode):
     """
 
     def __init__(self) -> None:
-        super().__init__(_HANDLERS)
+        super().__init__(_HANDLERS, "group normalisation")
         self.begin(poison=False)
 
     def begin(self, *, poison: bool) -> None:
@@ -236,22 +235,10 @@ class FusedGroupNorms(DeferringMode):
 
     # Notes
 
-    def _defer(self, y: torch.Tensor, pending: Any) -> torch.Tensor:
-        if self._poison:
-            y.fill_(float("nan"))
-        self._notes[memory_id(y)] = Note(y, pending)
-        return y
-
     def _pending_of(self, tensor: Any) -> Any:
         """The pending result in a tensor's memory, unless the tensor is another view of it."""
         note = self._note(tensor)
         return None if note is None else note.pending
-
-    def explain(self) -> str:
-        """Which operations were fused, in words."""
-        rest = dict(self.counts)
-        norms = count_of(rest.pop("group normalisations", 0), "group normalisation")
-        return "fused: " + ", ".join([norms, *(f"{count} {kind}" for kind, count in rest.items())])
 
 
 _ACTIVATIONS = {

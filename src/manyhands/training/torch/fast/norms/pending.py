@@ -7,6 +7,7 @@ the pass. So before an operation on another stream, that stream waits for all la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -14,6 +15,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from manyhands.amounts import count_of
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.compat import TorchDispatchMode, memory_id
 from manyhands.backends.torch.kernels import batch_norm as kernels
@@ -148,10 +150,15 @@ class Note:
 class DeferringMode(TorchDispatchMode):
     """A dispatch mode that defers results, and writes them before another operation reads them."""
 
-    def __init__(self, handlers: Mapping[Any, Callable[..., Any]]) -> None:
-        """``handlers``: the replacements of operations; a replacement may return ``NotImplemented``."""
+    def __init__(self, handlers: Mapping[Any, Callable[..., Any]], normalisation: str) -> None:
+        """``handlers``: the replacements of operations; a replacement may return ``NotImplemented``.
+
+        ``normalisation``: what is fused, in words; counted under its plural.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._handlers = handlers
+        self._handlers, self._normalisation = handlers, normalisation
+        self._poison = False  # whether unwritten memory is filled with NaN
+        self.counts = Counter[str]()  # the fused operations of the step, by kind
         self._notes: dict[int, Note] = {}
         self._stream: torch.cuda.Stream | None = None  # the stream of the pass
         self._late_writes = 0  # how often deferred results were written
@@ -192,6 +199,13 @@ class DeferringMode(TorchDispatchMode):
             self._settle((args, kwargs))
             self._settle_before_writing(func, args, kwargs)
 
+    def _defer(self, y: torch.Tensor, pending: Pending) -> torch.Tensor:
+        """Note what belongs in this memory, which is not written yet."""
+        if self._poison:
+            y.fill_(float("nan"))
+        self._notes[memory_id(y)] = Note(y, pending)
+        return y
+
     def _note(self, tensor: Any) -> Note | None:
         """The note of a tensor's memory, unless the tensor is another view of it."""
         note = self._notes.get(memory_id(tensor)) if has_memory(tensor) else None
@@ -221,6 +235,12 @@ class DeferringMode(TorchDispatchMode):
             if note is not None:
                 note.write()
                 self._late_writes += 1
+
+    def explain(self) -> str:
+        """Which operations were fused, in words."""
+        rest = dict(self.counts)
+        norms = count_of(rest.pop(f"{self._normalisation}s", 0), self._normalisation)
+        return "fused: " + ", ".join([norms, *(f"{count} {kind}" for kind, count in rest.items())])
 
 
 class Rectified:
