@@ -119,15 +119,10 @@ def test_what_the_user_gives_is_not_decided(tmp_path: Path) -> None:
 def test_all_ranks_compute_alike() -> None:
     """One without bfloat16 is enough."""
 
-    class World:
-        device = torch.device("cpu")
-
-        def values(self, own: Any) -> list[Any]:
-            return [own, ("fp32", "the CPU has no AMX"), own]
-
+    other = ("fp32", "the CPU has no AMX")
     job: Any = SimpleNamespace(settings=Settings())
-    world: Any = World()
-    assert precision.choose(job, layers(64, 64), world, None) == ("fp32", "the CPU has no AMX")
+    world: Any = SimpleNamespace(device=torch.device("cpu"), values=lambda own: [own, other, own])
+    assert precision.choose(job, layers(64, 64), world, None) == other
 
 
 def test_ranks_in_processes_of_their_own_agree(tmp_path: Path) -> None:
