@@ -141,9 +141,13 @@ def nets(tiny: bool, steps: int) -> dict[str, Net]:
         return Bytes(book.initialise(book.resnet18(), 0))
 
     side, batch = (32, 4) if tiny else (224, 128)
-    found = {"resnet18": Net(resnet18, lambda: Images(steps * 256, (28, 28)), 4 if tiny else 256)}
+    of_resnet, of_unet = (4, 4) if tiny else (256, 32)
+    found = {"resnet18": Net(resnet18, lambda: Images(steps * of_resnet, (28, 28)), of_resnet)}
     found["unet"] = Net(
-        lambda: suite.UNet(8 if tiny else 32), lambda: Images(steps * 32, (3, 64, 64), 4, floats=True), 32, images=False
+        lambda: suite.UNet(8 if tiny else 32),
+        lambda: Images(steps * of_unet, (3, 64, 64), 4, floats=True),
+        of_unet,
+        images=False,
     )
     if importlib.util.find_spec("torchvision") is not None:
         from torchvision import models
