@@ -109,7 +109,7 @@ def complaints(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             text = str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", ""))
-            found = {word for word in ("Traceback", "Warning:") if word in text}
+            found = {word for word in ("Traceback", "Warning:", "⠋") if word in text}  # the last is a spinner's
             found |= {path for path in private if len(path) > 1 and path in text}
             if output.output_type == "error" or found:
                 result.append(f"{cell.id}: {', '.join(sorted(found)) or 'an error'} in\n{text}")

@@ -29,14 +29,14 @@ print("mean loss:", sum(losses) / len(losses))
 
 # %% [markdown]
 # On a machine with a GPU you write `manyhands audit train.py`, and the waits are measured. Without one, `--as-if-gpu` lets a virtual device
-# stand in for the GPU and predicts the times from the figures of an H200.
+# stand in for the GPU and predicts the times from those of an H200.
 
 # %% [bash]
 # manyhands audit --as-if-gpu --html audit-report.html train.py 2>&1
 
 # %% [markdown]
-# Each row has the line, how often it waited, what it cost and what to write instead. `waited` is the host's time in that line;
-# `gained` is what a step would gain without it, which is less where the wait only moves to the next line.
+# Each row has the line, how often it waited, what it cost and what to write instead. `waited` is the host's time in that
+# line. `gained` is what a step would gain without it. That is less if the wait only moves to the next line.
 # [The report](../../docs/reports/audit-report.html) has a timeline of the steps with the waits in red.
 #
 # The cured program copies all data once and keeps the losses on the device. They are read once, after the loop.
@@ -63,7 +63,8 @@ print("mean loss:", torch.stack(losses).mean().item())
 # manyhands audit --as-if-gpu --fail-over 5% cured.py 2>&1
 
 # %% [markdown]
-# `--fail-over 5%` ends with an error if removing the findings would gain more than 5% of a step: one line of CI keeps a loop clean.
+# With `--fail-over 5%` the command fails if removing the findings would gain more than 5% of a step. So one line of CI keeps
+# a loop free of waits.
 #
 # ## In a program, and in tests
 #
@@ -91,7 +92,7 @@ except HiddenWait as error:
     print(error)
 
 # %% [markdown]
-# `mh.to` and `mh.copy` are moves that you asked for, so guards let them pass. The trainer keeps its own steps free of waits, and its
-# tests prove it with this auditor.
+# `mh.to` and `mh.copy` are moves that you asked for, so guards let them pass. The trainer keeps its own steps free of waits.
+# Its tests check that with this auditor.
 #
 # Next: [will it scale?](lab_and_forecast.ipynb)

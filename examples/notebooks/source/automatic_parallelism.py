@@ -1,9 +1,10 @@
 # %% [markdown]
-# # The book's chapter on automatic parallelism
+# # Automatic parallelism, as in Dive into Deep Learning
 #
-# Work on two devices can go on at the same time, and so can computing and copying, if nothing waits in between. First as
-# the book writes it; then `mh.parallel`, which finds what may run at once in plain code; then an exercise. Two virtual
-# devices stand in for two GPUs. The other cells compute on the CPU itself.
+# Two devices can work at the same time, and so can computing and copying, if nothing waits in between. This notebook follows
+# the chapter [Automatic Parallelism](https://d2l.ai/chapter_computational-performance/auto-parallelism.html) of the book
+# *Dive into Deep Learning*: first as in the book, then with `mh.parallel`, which finds what may run at once in plain code,
+# then an exercise. Two virtual devices stand in for two GPUs. The other cells compute on the CPU itself.
 
 # %%
 import torch
@@ -34,14 +35,14 @@ with mh.virtual_devices(2):
         mh.task(run)(Y)
 
 # %% [markdown]
-# `Benchmark` waits for all devices before it looks at the clock. On two GPUs the second takes half as long. Two virtual
-# devices take half as long, too, where each of them has a core for itself. `manyhands lab run how-linear` measures it with care: alternating
-# rounds, medians, and no figure where the machine is busy.
+# `Benchmark` waits for all devices before it reads the clock. On two GPUs "at once" should take half as long, and on two
+# virtual devices as well, if each of them has a core to itself. `manyhands lab run how-linear` measures it with care:
+# alternating rounds, medians, and no result if the machine is busy.
 #
 # ## Found in plain code
 #
-# `mh.parallel(fn)` traces code into a graph, spreads the graph over *lanes* (CPU threads here, CUDA streams on a GPU), proves
-# the schedule, and uses it only where it is measured to be faster.
+# `mh.parallel(fn)` captures code as a graph and spreads the graph over *lanes* (CPU threads here, CUDA streams on a GPU). It
+# proves the schedule, and uses it only if it is measured to be faster.
 
 # %%
 torch.manual_seed(0)
@@ -62,7 +63,8 @@ def branches(x):
 
 
 # %% [markdown]
-# Call it as ever. The first call traces, plans and measures; later calls use what won. The result is the plain function's, to the bit.
+# Call it as before. The first call captures, plans and measures; later calls use what won. The result is equal to that of
+# the plain function, to the bit.
 
 # %%
 x = torch.randn(160, 160)
@@ -70,9 +72,9 @@ result = branches(x)
 torch.equal(result, branches.function(x))
 
 # %% [markdown]
-# `explain` lists the ways that were measured, and says which lanes do what, what bounds the time, and why it is not faster. PyTorch's own
-# way divides each product over both cores; two lanes give each core products of its own. Which one wins depends on the sizes and on what else
-# the machine does. What is not clearly faster than plain execution is not used.
+# `explain` lists what was measured. It says which lane does what, what bounds the time, and why it is not faster. Plain
+# PyTorch divides each product over both cores; two lanes give each core products of its own. Which one wins depends on the
+# sizes, and on what else the machine does. A plan that is not clearly faster than plain execution is not used.
 
 # %%
 print(branches.explain())
@@ -89,8 +91,8 @@ SVG(branches.draw("graph.svg"))
 Image(branches.timeline("timeline.png"), width=720)
 
 # %% [markdown]
-# What would four devices give? A forecast is a simulation with the measured costs of the operations, and its schedule is proved like
-# any other. The four chains were found in the plain code: each device gets one, and the results are copied to the first.
+# What would four devices give? A forecast is a simulation with the measured costs of the operations. Its schedule is proved
+# like any other. The four chains were found in the plain code: each device gets one, and the results are copied to the first.
 
 # %%
 forecast = branches.forecast(devices=4, lanes=1)
@@ -100,8 +102,8 @@ Image(simulate(forecast.schedule).save("four.png"), width=720)
 # %% [markdown]
 # ## Tasks given explicitly
 #
-# A function whose shape depends on values cannot be planned as a whole. Give its parts as tasks: futures are inputs of other tasks, and the
-# order that matters is kept. A task that writes says so.
+# A function whose course depends on values cannot be planned as a whole. Give its parts as tasks. Futures are inputs of other
+# tasks, and the order that matters is kept. A task that writes says so.
 
 # %%
 log = torch.zeros(2)
@@ -120,7 +122,7 @@ with mh.parallel():
 print(log, total.result().shape)
 
 # %% [markdown]
-# A write that was not declared could be lost or come too early. It is an error instead:
+# A write that was not declared could be lost, or come too early. So it is an error:
 
 # %%
 try:
@@ -145,7 +147,7 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# `torch.compile(model, backend="manyhands")` plans the forward and the backward pass of a model in the same way. What a plan
-# depends on, and what is not noticed, is in `docs/parallel.md`.
+# `torch.compile(model, backend="manyhands")` plans the forward and the backward pass of a model in the same way.
+# [What a plan depends on](../../docs/parallel.md) also says what is not noticed.
 #
-# Next: [why is it slow?](audit.ipynb)
+# Next: [your own model and data](own_model.ipynb)

@@ -21,8 +21,8 @@
 # %% [markdown]
 # ## Convert a run
 #
-# `convert` needs neither framework: it knows how each of them names its weights and lays out their axes. A JAX kernel is the transpose of a
-# PyTorch weight.
+# `convert` needs neither framework. It knows how each of them names its weights and orders their axes. For example, a
+# kernel in JAX is the transpose of a weight in PyTorch.
 
 # %% [bash]
 # manyhands convert runs/first --to jax
@@ -44,13 +44,13 @@ for name, value in weights("runs/first-jax").items():
     print("JAX    ", name, value.shape)
 
 # %% [markdown]
-# In an environment with JAX you load it with `mh.load_model("runs/first-jax")`, or train on: `manyhands train --resume runs/first-jax
-# --epochs 4`. The order of samples is the same in all frameworks, so the job goes on at the very batch where it was. Only the optimizer
-# begins anew.
+# In an environment with JAX load it with `mh.load_model("runs/first-jax")`, or continue the training with `manyhands train
+# --resume runs/first-jax --epochs 4`. The order of samples is the same in all frameworks, so the job continues at the batch
+# where it was. Only the optimizer starts afresh.
 #
 # ## And back
 #
-# Nothing is lost on the way.
+# Nothing is lost.
 
 # %% [bash]
 # manyhands convert runs/first-jax --to torch --out runs/back
@@ -62,8 +62,8 @@ print("equal to the bit:", all((first[name] == back[name]).all() for name in fir
 # %% [markdown]
 # ## A model of your own
 #
-# `convert` knows the models of `manyhands train`. For your own you write a table: which weight of the run becomes which weight of the new
-# model, and how its axes change. Every weight has to have a place; what is left out is an error.
+# `convert` knows the models of `manyhands train`. For your own model write a table: which weight of the run becomes which
+# weight of the new model, and how its axes change. Every weight needs a place in it; a missing one is an error.
 
 # %%
 import json
@@ -75,5 +75,5 @@ written = Path("table.json").write_text(json.dumps({"names": names}))
 # manyhands convert runs/first --to jax --names table.json --out runs/own 2>&1 || true
 
 # %% [markdown]
-# The message names what the table lacks. With all weights in it the run is converted; `--like RUN` also compares names and shapes
-# with a run of the new model.
+# The message names what the table lacks. With all weights in it the run is converted.
+# [Your own model in another framework](../../docs/training.md#your-own-model-in-another-framework) has a complete table.

@@ -1,10 +1,11 @@
 # %% [markdown]
-# # The book's chapter on GPUs
+# # GPUs, as in Dive into Deep Learning
 #
-# Where is a tensor, how does it get somewhere else, and what does waiting for it cost? First the book's way, with its
-# names; then what manyhands adds; then exercises. Everything runs without a GPU; with one, the same cells show it.
+# Where is a tensor, how does it get somewhere else, and what does waiting for it cost? This notebook follows the chapter
+# [GPUs](https://d2l.ai/chapter_builders-guide/use-gpu.html) of the book *Dive into Deep Learning*: first the book's
+# code, then what manyhands adds, then exercises. Everything runs without a GPU. With one, the same cells use it.
 #
-# The command first: it asks every installed framework, each in a process of its own, so that asking takes no GPU memory.
+# First, see what you have. The command asks each installed framework in a process of its own, so it takes no GPU memory.
 
 # %% [bash]
 # manyhands devices
@@ -12,7 +13,7 @@
 # %% [markdown]
 # ## As in the book
 #
-# `try_gpu` gives GPU 0 if there is one, else the CPU. So the next cell runs anywhere. A device is your framework's own
+# `try_gpu` returns GPU 0 if there is one, else the CPU. So the next cell runs anywhere. A device is your framework's own
 # object, in PyTorch a `torch.device`; `jax`, `tensorflow` and `mxnet` have the same names.
 
 # %%
@@ -28,8 +29,8 @@ X.device
 
 # %% [markdown]
 # The chapter goes on with two GPUs. `virtual_devices(2)` makes two virtual CPU devices that stand in for them, and
-# PyTorch's own names mean them, too. They show whether code for two GPUs is *right*; how *fast* it would be they cannot
-# show, because they share the same cores.
+# PyTorch's own names (`cuda:0`) mean them, too. They show whether code for two GPUs is *right*. They cannot show how *fast*
+# it would be, because they share the same cores.
 
 # %%
 first, second = mh.virtual_devices(2)
@@ -40,8 +41,8 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# An operation whose tensors are on two devices is the most common mistake of programs for several GPUs. Here you find it
-# on a laptop. The book's answer is a copy, which is not made again where it is not needed:
+# An operation on tensors of two devices is the most common mistake in programs for several GPUs. Here you find it on a
+# laptop. The book's answer is a copy to one of the devices. A tensor that is already there is not copied again:
 
 # %%
 Z = X.to("cuda:1")
@@ -50,8 +51,8 @@ print((Y + Z).device, Z.to("cuda:1") is Z)
 # %% [markdown]
 # ## Move a whole batch
 #
-# `mh.to` takes a tensor, a model, or any nesting of lists, tuples, dicts and dataclasses with tensors in it. What is in place
-# already is not touched: you get the same object back, so you may call `to` as often as you like.
+# `mh.to` takes a tensor, a model, or any nesting of lists, tuples, dicts and dataclasses with tensors in it. What is already
+# in place is not touched: you get the same object back. So you may call `to` as often as you like.
 
 # %%
 batch = {"image": torch.randn(8, 1, 28, 28), "label": torch.arange(8), "name": "a text stays a text"}
@@ -60,7 +61,7 @@ print(on_first["image"].device, on_first["label"].device, on_first["name"])
 print("moved again:", mh.to(on_first, first) is on_first)
 
 # %% [markdown]
-# `mh.copy` always makes new memory. Use it where you are going to write to a tensor that somebody else still reads.
+# `mh.copy` always makes new memory. Use it before you write to a tensor that other code still reads.
 
 # %%
 spare = mh.copy(on_first, first)
@@ -70,8 +71,8 @@ on_first["label"][0].item(), spare["label"][0].item()
 # %% [markdown]
 # ## Find out what is in the wrong place
 #
-# Ask before you compute: `check_same_device` names everything that is not where the rest is, and the line that mends it.
-# Here the batch was moved and the model was forgotten.
+# Ask before you compute. `check_same_device` names every tensor with its device, and the line to write. Here the batch was
+# moved and the model was forgotten.
 
 # %%
 net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
@@ -89,8 +90,8 @@ net(on_first["image"]).shape
 # ## Exercise: what does looking at a number cost?
 #
 # *Compute 1000 products, and log the norm of each: one by one, or all at the end?* On a GPU each `.item()` makes the host
-# wait until the device is done, and the device idle until the host goes on. `mh.guard` counts such waits, also on virtual
-# devices, where they cost nothing.
+# wait until the device is done; then the device is idle until the host goes on. `mh.guard` counts such waits. It counts
+# them on virtual devices, too, where they cost nothing.
 
 # %%
 A = torch.randn(100, 100, device="cuda:0") / 10
@@ -119,19 +120,21 @@ axes.bar_label(axes.containers[0], padding=4)
 plt.show()
 
 # %% [markdown]
-# On an H200 one by one takes 53 ms, and recorded once as one plan 2.1 ms (`benchmarks/parallel.py`).
+# On an H200 reading the norms one by one takes 53 ms. As one plan of `mh.parallel` the same work takes 2.1 ms
+# (`benchmarks/parallel.py`, torch 2.11, 2026-11-15).
 #
 # ## Exercise: how fast is a device really?
 #
 # Data sheets give peaks. `manyhands devices --measure` times copies to and from each device, and matrix products on it. An
-# H200 gave this (GB/s and TFLOP/s, PyTorch 2.11, from `docs/how/measurements.md`):
+# H200 gave this (copies in GB/s, products in TFLOP/s; PyTorch 2.11, from
+# [the measurements](../../docs/how/measurements.md)):
 #
 # | to device | pinned | to host | pinned | on device | fp32 | bf16 |
 # |---|---|---|---|---|---|---|
 # | 7.7 | 54.9 | 1.3 | 53.3 | 1930 | 50.9 | 716 |
 #
-# From page-locked ("pinned") memory a copy is seven times as fast; from the device to ordinary memory it is 1,500 times
-# slower than on the device. From which size does a GPU pay, and are two devices twice as fast? `manyhands lab run
-# cpu-or-gpu` and `manyhands lab run how-linear` answer these exercises on your machine.
+# A copy from page-locked ("pinned") memory is seven times as fast as one from ordinary memory. A copy from the device to
+# ordinary memory is 1,500 times slower than a copy on the device. From which size does a GPU pay, and are two devices twice
+# as fast? `manyhands lab run cpu-or-gpu` and `manyhands lab run how-linear` answer these exercises on your machine.
 #
 # Next: [several GPUs](several_gpus.ipynb).

@@ -4,7 +4,7 @@
 # Two GPUs rarely train twice as fast as one: they have to add up their gradients, and each gets a smaller part of the
 # batch. `manyhands forecast` says what N devices would give, before they are bought, rented or waited for.
 #
-# ## From published figures
+# ## From published numbers
 #
 # A forecast needs the time of a step on one device, the size of the gradients and the link between devices. Here is VGG-16 on an NVIDIA
 # P100, as TensorFlow's benchmarks of 2017 give it: 32 samples in 0.222 s, 553 MB of gradients.
@@ -24,8 +24,9 @@ forecast = Forecast.of(one, link("nvlink-p100-nccl1"), [1, 2, 4, 8], per_device=
 print(forecast)
 
 # %% [markdown]
-# The first line is the answer. A device *pays* if at least 80% of its time goes into training. The table says why eight devices do not: which cost
-# eats the gain, and from which batch size they would pay. TensorFlow measured 71% for eight devices; 67% are forecast.
+# The first line is the answer. A device *pays* if at least 80% of its time goes into training. The table says why eight
+# devices do not, and from which batch size they would. TensorFlow measured an efficiency of 71% for eight devices; the
+# forecast is 67%.
 
 # %%
 Image(forecast.plot("scaling.png"), width=720)
@@ -43,9 +44,9 @@ for name in ("ethernet-10g", "ethernet-100g", "pcie", "nvlink"):
 # %% [markdown]
 # ## Your own model: will it fit?
 #
-# `mh.forecast(model, batch)` measures a step of your model on the device that is here, and then tells the same table. (Measure on a machine
-# that is not busy with something else.) It also counts memory, byte by byte, by what it holds; so a small batch on a laptop tells
-# what a large one would take on a GPU.
+# `mh.forecast(model, batch)` measures a step of your model on the device that is here, and gives the same table. (Measure
+# on a machine that does nothing else.) It also counts memory, byte by byte, by what it holds. So a small batch on a laptop
+# tells you what a large one would take on a GPU.
 
 # %%
 net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
@@ -60,20 +61,20 @@ for part, size in memory.as_dict().items():
 #
 # ## The lab
 #
-# Forecasts stand on costs that you can measure yourself. The lab has the book's experiments and exercises, each a short file with its
-# question, the code that a reader would write, the trials and a plot.
+# The lab has the experiments and exercises of the book *Dive into Deep Learning* about devices, overlap and training. Each is
+# a short file with its question, the code that a reader would write, and what is measured and drawn.
 
 # %% [bash]
 # manyhands lab
 
 # %% [markdown]
-# One experiment takes some seconds, `manyhands lab run all --quick` runs all of them in some minutes.
+# One experiment takes some seconds. `manyhands lab run all --quick` runs all of them in some minutes.
 
 # %% [bash]
 # manyhands lab run all-busy --quick --html lab-report.html 2>&1 | tail -n 9
 
 # %% [markdown]
-# Results are checked before times are believed. [The report](../../docs/reports/lab-report.html) has the tables, the plots and the
-# machine. Virtual devices are marked as such.
+# Results are compared before times are believed. [The report](../../docs/reports/lab-report.html) has the tables and the
+# plots, and names the machine. Virtual devices are marked as such.
 #
 # Next: [moving between frameworks](frameworks.ipynb).

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Your own model and data
 #
-# The trainer takes any `nn.Module`, any loss and any `Dataset`. This notebook fits a regression of its own with a data set of its own, a
-# metric, early stopping and the best checkpoint, on two virtual CPU devices.
+# The trainer takes any `nn.Module`, any loss and any `Dataset`. This notebook trains a regression on a data set of its own,
+# with a metric, early stopping and the best checkpoint, on two virtual CPU devices.
 
 # %%
 import matplotlib.pyplot as plt
@@ -16,8 +16,8 @@ from manyhands.errors import ManyhandsError
 # %% [markdown]
 # ## Data
 #
-# A `Dataset` draws each sample when it is asked for. What it draws from `torch`, `numpy.random` or `random` depends on the seed,
-# the epoch and the sample alone: not on the number of devices, and not on whether the job was resumed.
+# A `Dataset` makes each sample when it is asked for. Random numbers that it draws from `torch`, `numpy.random` or `random`
+# depend on the seed, the epoch and the sample alone. So they are the same on any number of devices, and in a resumed job.
 
 
 # %%
@@ -38,7 +38,7 @@ class NoisySine(Dataset):
 # %% [markdown]
 # ## Model, loss, metric
 #
-# Nothing here knows of manyhands. The metric sees every validation sample exactly once, on any number of devices.
+# Nothing here is special to manyhands. The metric sees every validation sample exactly once, on any number of devices.
 
 
 # %%
@@ -59,7 +59,7 @@ def largest_error(outputs, targets):
 # %% [markdown]
 # ## Train
 #
-# Callbacks stop the job when the validation loss no longer falls, and keep the best checkpoint beside the newest one.
+# Callbacks stop the job when the validation loss no longer falls, and keep the best checkpoint in addition to the newest.
 
 # %%
 best = mh.BestCheckpoint("val_loss")
@@ -98,8 +98,9 @@ plt.show()
 # %% [markdown]
 # ## A loss that is not a mean over samples
 #
-# A batch is divided over devices, so its loss has to add up from its parts. The trainer tries your loss before the job begins. A mean over
-# samples passes. This one divides by the number of *valid* targets, which differs from shard to shard, and is refused:
+# A batch is divided over devices, so the losses of its parts have to add up to its loss. The trainer tries your loss before
+# the job begins. A mean over samples passes. This one is refused: it divides by the number of *valid* targets, which differs
+# from shard to shard.
 
 
 # %%
@@ -116,7 +117,7 @@ except ManyhandsError as error:
 
 
 # %% [markdown]
-# The cure is in the message: give the sum and the divisor apart, and both are added up over all devices.
+# The message has the cure: return the sum and the divisor separately. Both are then added up over all devices.
 
 
 # %%
@@ -131,4 +132,4 @@ print(mh.Trainer(1, devices="cpu:2", loss=masked_sum, lr=0.01, batch_size=32, qu
 # More models of this kind are scripts: [a model whose batches are dicts](../scripts/dict_model.py), as those of
 # `transformers`, [a GAN](../scripts/gan.py) with two optimizers, and [images from files](../scripts/custom_dataset.py).
 #
-# Next: [make it parallel](automatic_parallelism.ipynb).
+# Next: [why is it slow?](audit.ipynb)

@@ -1,9 +1,10 @@
 # %% [markdown]
-# # The book's chapter on several GPUs
+# # Several GPUs, as in Dive into Deep Learning
 #
-# Data parallelism: each device gets a part of the batch, gradients are summed, and every device makes the same update.
-# First by hand, as the book does it; then with one call; then exercises. Virtual CPU devices stand in for GPUs. They share
-# the cores of this machine: two GPUs would be sooner, two virtual devices are not.
+# Data parallelism: each device gets a part of the batch, gradients are summed, and every device makes the same update. This
+# notebook follows the chapter [Training on Multiple GPUs](https://d2l.ai/chapter_computational-performance/multiple-gpus.html)
+# of the book *Dive into Deep Learning*: first by hand, as in the book, then with one call, then exercises. Virtual CPU
+# devices stand in for GPUs. They share the cores of this machine, so two of them are no faster than one; two GPUs would be.
 
 # %%
 import torch
@@ -19,8 +20,8 @@ first, second = mh.virtual_devices(2)
 # %% [markdown]
 # ## Split a batch over devices, and gather it
 #
-# `split` cuts along the first axis, one shard per device; devices
-# that are not equally fast get unequal `shares`. `gather` is the inverse.
+# `split` cuts along the first axis, one shard per device. Devices that are not equally fast get unequal `shares`. `gather`
+# is the inverse.
 
 # %%
 shards = mh.split(torch.arange(10), [first, second])
@@ -32,8 +33,8 @@ print(mh.gather(shards, mh.cpu()))
 # %% [markdown]
 # ## One step, by hand
 #
-# With these verbs the book's loop is short: a copy of the weights on each device, a shard of the batch to each, and the sum
-# of the gradients back to all of them. Both devices end with the same weights.
+# With these verbs the book's loop is short: copy the weights to each device, give each a shard of the batch, and send the
+# sum of the gradients back to all. Both devices end with the same weights.
 
 # %%
 torch.manual_seed(0)
@@ -51,9 +52,9 @@ torch.equal(mh.to(weights[0], "cpu"), mh.to(weights[1], "cpu"))
 # %% [markdown]
 # ## All of it in one call
 #
-# `mh.Trainer` does the same, with communication behind the backward pass. Its promise: **N devices give the answer of one
-# device, only sooner.** Here it trains on one device and on two, and we compare the weights. In the trainer each virtual
-# device is a process.
+# `mh.Trainer` does the same, and sums gradients while the backward pass still runs. Its promise: **N devices give the
+# answer of one device, only sooner.** Here it trains on one device and on two, and we compare the weights. In the trainer
+# each virtual device is a process.
 
 # %%
 train, test = book.load_data_fashion_mnist(batch_size=128)
@@ -68,8 +69,8 @@ def make_net():
 # %% [markdown]
 # ## One device
 #
-# A step takes 128 samples, the `batch_size` of the data. `run` is the folder that keeps metrics, checkpoints and a picture.
-# No step waits for a figure: losses stay on the device and are shown late.
+# A step takes 128 samples, the `batch_size` of the data. The folder `run` gets metrics, checkpoints and a picture of the
+# curves. No step waits for a number to print: losses stay on the device and are shown a little later.
 
 # %%
 options = {"max_epochs": 5, "lr": 0.1, "precision": "fp64"}
@@ -83,8 +84,8 @@ Image("runs/one/curves.png", width=480)
 # %% [markdown]
 # ## Two devices
 #
-# Only `devices` changes. The batch is *global*: each device gets 64 of the 128 samples, and the gradients are summed. So
-# neither the learning rate nor anything else has to be tuned again. On a machine with two GPUs write `devices=2`.
+# Only `devices` changes. The batch is *global*: each device gets 64 of the 128 samples, and the gradients are summed. So you
+# need not tune the learning rate, or anything else, again. On a machine with two GPUs write `devices=2`.
 
 # %%
 two = make_net()
@@ -101,15 +102,15 @@ def difference(one, other):
 print("largest difference of a weight:", difference(one, two))
 
 # %% [markdown]
-# The two sums are added up in another order, so they may differ by rounding. We computed in float64 to show that there is no other
-# difference; with `precision="auto"`, the default, weights agree to the precision of float32. `manyhands parity` makes this test
-# with any model of yours: `manyhands parity script.py:make --devices 2`.
+# Two devices add up the sum in another order, so results may differ by rounding. We computed in float64 to show that nothing
+# else differs. With `precision="auto"`, the default, weights agree to the precision of float32. `manyhands parity` makes this
+# test with a model of yours: `manyhands parity script.py:make --devices 2`.
 #
 # ## Stopped, and resumed
 #
-# A job on a shared machine is stopped sooner or later. `resume="auto"` goes on from the last checkpoint, at the very batch, and
-# ends with the same bits as a job that was never stopped. Here the job ends itself after 60 steps, in the middle of an epoch;
-# Ctrl-C, `SIGTERM` and SLURM's `SIGUSR1` do the same.
+# A job on a shared machine is stopped sooner or later. `resume="auto"` continues at the batch after the last checkpoint, and
+# ends with the same bits as a job that was never stopped. Here the job ends itself after 60 steps, in the middle of an
+# epoch. Ctrl-C, `SIGTERM` and SLURM's `SIGUSR1` stop a job in the same way.
 
 # %%
 stop_early = mh.Limits(max_steps=60)
@@ -121,7 +122,7 @@ print("difference to the job that was not stopped:", difference(one, resumed))
 # %% [markdown]
 # ## Use the result
 #
-# After `fit` the model has the trained weights. Another program loads them from the run; `predict` uses all devices of its
+# After `fit` the model has the trained weights. Another program loads them from the run. `predict` uses all devices of its
 # trainer.
 
 # %%
@@ -133,7 +134,7 @@ print("right:", int((scores.argmax(1) == labels).sum()), "of", len(labels))
 # %% [markdown]
 # ## Exercise: k times the devices, k times the batch, which learning rate?
 #
-# The batch is global, so the number of devices changes nothing that is learnt; a larger batch does. *Train with a batch of
+# The batch is global, so the number of devices does not change what is learnt. A larger batch does. *Train with a batch of
 # 128, of 512, and of 512 with four times the learning rate.*
 
 # %%
@@ -152,10 +153,10 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# Four times the batch means a quarter of the updates, and learns less in five epochs. A higher rate can make up for that,
-# but here the curve is already unsteady. Will more devices be sooner? That depends on the net, the batch and the link
-# between them. `manyhands lab run training-scaling` measures it here, `manyhands forecast --devices 1,2,8 --link nvlink`
-# computes it for a machine that you do not have.
+# Four times the batch means a quarter of the updates, and the net learns less in five epochs. A higher rate can make up for
+# that, but here the curve is already unsteady. Will more devices be faster? That depends on the net, the batch and the link
+# between the devices. `manyhands lab run training-scaling` measures it here. `manyhands forecast --devices 1,2,8 --link
+# nvlink` computes it for a machine that you do not have.
 #
 # On several machines this program runs under [torchrun](../torchrun/README.md) or [SLURM](../slurm/README.md).
 #

@@ -75,7 +75,7 @@ def run(
         raise BadSettings(f"none of these experiments is for {', '.join(frameworks)}")
     for path in filter(None, (html, json)):
         check_writable(path, BadSettings)
-    with Console(stderr=True).status("asking the frameworks for their devices"):
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("asking the frameworks for their devices"):
         replies = list(map(probe.ask, frameworks))
     for reply in replies:
         if "error" in reply:
@@ -87,7 +87,7 @@ def run(
 def run_all(jobs: list[tuple[str, Experiment]], report: LabReport, html: Path, json: Path | None) -> int:
     """Run the experiments; the report is written after each."""
     gpus = {reply["framework"]: sum(row["kind"] == "gpu" for row in reply["devices"]) for reply in report.frameworks}
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("") as status:  # a notebook keeps every redraw
         for number, (framework, experiment) in enumerate(jobs, start=1):
             head = f"{number}/{len(jobs)} {experiment.name} ({framework})"
             status.update(head)
