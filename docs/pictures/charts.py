@@ -1,7 +1,8 @@
 """Drawings of the site that need no framework: ``python docs/pictures/charts.py [NAME ...]``.
 
 ``nets.svg`` shows the figures of docs/how/measurements.md, ``forecasts.svg`` those that ``benchmarks/forecast.py``
-computes; ``batch.svg``, ``layers.svg`` and ``which.svg`` explain. All follow the reader's light or dark mode.
+computes; ``batch.svg``, ``layers.svg`` and ``which.svg`` explain. All follow the reader's light or dark mode. Those on
+the first pages also have a form for phones, ``nets-phone.svg``, where their letters would be too small.
 """
 
 from __future__ import annotations
@@ -91,11 +92,11 @@ def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title><style>{STYLE}</style>{arrow}", *parts, "</svg>\n"])
 
 
-def nets() -> str:
+def nets(left: int = 190, scale: int = 240) -> str:
     """How many times as fast as its best rival each net trains."""
     ratios = {name: rival / ours for name, (ours, rival) in NETS.items()}
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    left, scale, top, row = 190, 240, 54, 22
+    top, row = 54, 22
     bottom = top + row * len(ratios)
 
     def parts() -> Iterator[str]:
@@ -111,7 +112,12 @@ def nets() -> str:
             yield text(left + ratio * scale + 6, y + 14, f"{ratio:.2f}", "soft")
         yield text(14, bottom + 24, f"Geometric mean {mean:.2f}. Orange: the rival wins.", "soft")
 
-    return svg(660, bottom + 36, "Nineteen nets through Trainer.fit, each beside its best rival", parts())
+    width = round(left + scale * max(ratios.values())) + 59
+    return svg(width, bottom + 36, "Nineteen nets through Trainer.fit, each beside its best rival", parts())
+
+
+def nets_phone() -> str:
+    return nets(170, 90)
 
 
 def forecasts() -> str:
@@ -170,6 +176,23 @@ def batch() -> str:
     return svg(660, 200, "A global batch, its shards on two devices, and the sum of their gradients", parts())
 
 
+def batch_phone() -> str:
+    """The same from top to bottom."""
+
+    def parts() -> Iterator[str]:
+        yield rect(100, 8, 160, 54, "box") + text(180, 30, "global batch", "middle", "bold")
+        yield text(180, 50, "512 samples", "soft", "middle")
+        for number, x in enumerate((4, 184)):
+            yield line(180, 62, x + 86, 94, arrow=True)
+            yield rect(x, 96, 172, 54, "box") + text(x + 86, 118, f"gpu:{number}, a replica", "middle", "bold")
+            yield text(x + 86, 138, "shard of 256: gradients", "soft", "middle")
+            yield line(x + 86, 150, 180, 182, arrow=True)
+        yield rect(80, 184, 200, 54, "box") + text(180, 206, "one sum / 512", "middle", "bold")
+        yield text(180, 226, "the update of one device", "soft", "middle")
+
+    return svg(360, 246, "A global batch, its shards on two devices, and the sum of their gradients", parts())
+
+
 def boxes(rows: Iterable[tuple[str, str]], title: str, *, arrows: bool) -> str:
     """Pairs side by side, one row each."""
     rows = list(rows)
@@ -193,7 +216,20 @@ def which() -> str:
     return boxes(QUESTIONS, "Which tool do I need?", arrows=True)
 
 
-MAKERS = {make.__name__: make for make in (nets, forecasts, batch, layers, which)}
+def which_phone() -> str:
+    """Each tool below its question."""
+
+    def parts() -> Iterator[str]:
+        for number, (question, tool) in enumerate(QUESTIONS):
+            y = 4 + 66 * number
+            yield rect(4, y, 352, 30, "box") + text(16, y + 20, question)
+            yield line(22, y + 30, 22, y + 44, arrow=True) + text(32, y + 50, tool, "bold")
+
+    return svg(360, 66 * len(QUESTIONS), "Which tool do I need?", parts())
+
+
+CHARTS = (nets, nets_phone, forecasts, batch, batch_phone, layers, which, which_phone)
+MAKERS = {make.__name__.replace("_", "-"): make for make in CHARTS}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or MAKERS:

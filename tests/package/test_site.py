@@ -32,6 +32,8 @@ function* problems(page, width) {
       if (visible(code) && code.scrollWidth > code.clientWidth + 1) yield "clipped code: " + short(code);
   for (const image of page.querySelectorAll(".md-content img"))
     if (visible(image) && image.naturalWidth === 0) yield "a picture that does not load: " + image.src;
+    else if (width < 1000 && image.matches("[src$='.svg']:not(picture img)") && image.naturalWidth > 1.1 * image.width)
+      yield "small letters: " + image.src;
   const range = page.createRange();
   const walker = page.createTreeWalker(page.querySelector(".md-content"), NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
