@@ -169,7 +169,7 @@ def _image(plot: Plot) -> str:
     """As an image, so that the page's style does not affect it."""
     data = base64.b64encode(svg(plot).encode()).decode()
     caption = f'<p class="small">{escape(plot.title)}</p>' if plot.kind == "drawing" else ""
-    return f'{caption}<img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}">'
+    return f'{caption}<div class="wide"><img alt="{escape(plot.title)}" src="data:image/svg+xml;base64,{data}"></div>'
 
 
 def _table(table: Table) -> str:

@@ -21,7 +21,9 @@ td.figure, th.figure { text-align: right; white-space: nowrap; }
 td code { display: inline-block; min-width: 14rem; overflow-wrap: anywhere; white-space: pre-wrap; }
 td[data-name="cure"] { width: 32%; }
 .small { font-size: 0.85rem; opacity: 0.8; } svg { width: 100%; height: auto; display: block; }
+.wide { overflow-x: auto; }
 @media (max-width: 40rem) {
+  .wide > * { min-width: 36rem; }
   thead { display: none; } tr { display: block; padding: 0.5rem 0; border-bottom: 2px solid var(--line); }
   td, td.figure { display: block; border: 0; padding: 0.1rem 0; text-align: left; white-space: normal;
     overflow-wrap: anywhere; }
@@ -85,7 +87,8 @@ def _timeline(spans: list[TimelinePart]) -> str:
         )
     labels = '<text x="0" y="30" fill="currentColor">host</text><text x="0" y="70" fill="currentColor">device</text>'
     drawing = f'<svg id="timeline" viewBox="0 0 1000 90" role="img">{labels}{"".join(boxes)}</svg>'
-    return f'<h2>A few steps, {seconds(end)}</h2>{drawing}<p class="small">red: the host waits; simulated</p>'
+    note = '<p class="small">red: the host waits; simulated</p>'
+    return f'<h2>A few steps, {seconds(end)}</h2><div class="wide">{drawing}</div>{note}'
 
 
 def _sources(findings: list[Finding]) -> str:
