@@ -61,10 +61,11 @@ run: $(VENVS)/torch/.ready
 test:
 	@$(MAKE) --no-print-directory --jobs $(JOBS) environments
 	@$(MAKE) --no-print-directory --jobs $(JOBS) --output-sync=target everything
+	@$(MAKE) --no-print-directory skipped
 
 environments: $(patsubst %,$(VENVS)/%/.ready,$(HERE) docs)
 
-everything: lint types test-package $(SUITES_HERE) skipped
+everything: lint types test-package $(SUITES_HERE)
 
 # The site in site/; a warning is an error. Nothing is loaded from the network, here or in a reader's browser.
 docs: $(VENVS)/docs/.ready
@@ -136,6 +137,8 @@ test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
 
 skipped:
 	@$(foreach name,$(SKIPPED),echo "skipped: $(name) cannot be installed for $$($(PYTHON) --version)";)
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
+		echo "skipped: pages of the site in a browser, because there is no Chromium (apt-get install chromium)"
 
 # An environment is made once, and again when its list of versions changes.
 $(VENVS)/%/.ready: requirements/%.txt requirements/common.txt requirements/install.py pyproject.toml
