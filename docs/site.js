@@ -17,7 +17,7 @@ for (const code of document.querySelectorAll(".md-typeset :not(pre) > code"))
       node.replaceWith(...node.data.replaceAll("\n", " ").split(/(?<=[._/(,=-])/).flatMap((part) => [part, document.createElement("wbr")]));
 
 // On a phone a picture that has no form for it is moved sideways, so that its letters stay readable (docs/site.css).
-for (const image of document.querySelectorAll('.md-content img[src$=".svg"]:not(picture img)')) {
+for (const image of document.querySelectorAll('.md-content :is(img[src$=".svg"], img.picture):not(picture img)')) {
   const frame = document.createElement("div");
   frame.className = "sideways";
   image.replaceWith(frame);
