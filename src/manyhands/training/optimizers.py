@@ -2,7 +2,7 @@
 
 ``lr`` is the rate of an optimizer that the trainer makes: plain SGD by default, one given by name (``"adamw"``), or one
 given as a class or a function that takes a rate. These are called with ``lr`` if it is given, and otherwise with their
-own default. A finished optimizer, or a function that takes no rate, has its own: giving ``lr`` as well is an error.
+own default. An optimizer object, or a function that takes no rate, has its own: giving ``lr`` as well is an error.
 
 ============================================  =====================  =====================
 ``optimizer=``                                ``lr=0.01``            without ``lr``
@@ -55,7 +55,7 @@ class Optimizers:
             function = "a function of the parameters" if self.of_parameters else "a function of the learning rate"
             raise BadSettings(
                 f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: give a name ('adam'), {self.example}, "
-                f"{function}, or a finished optimizer"
+                f"{function}, or an optimizer object"
             )
         elif isinstance(optimizer, functools.partial) and self.rate in optimizer.keywords:
             has = f"{self.rate}={optimizer.keywords[self.rate]}"

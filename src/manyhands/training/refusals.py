@@ -61,7 +61,7 @@ _CALLED = {
 _MEANT = {name: option for option, names in _CALLED.items() for name in names.split()}
 
 _ADVICE = {
-    "it belongs to the optimizer: give optimizer= a finished one, or a function that makes it": (
+    "it belongs to the optimizer: give optimizer= an optimizer object, or a function that makes one": (
         "weight_decay momentum betas nesterov eps"
     ),
     "data are given to fit: trainer.fit(model, train, validation), each (X, y) arrays, a dataset or a loader": (

@@ -55,7 +55,7 @@ class _Scheduler:
         if not callable(self.make) and not hasattr(self.make, "optimizer"):
             raise BadSettings(
                 f"{type(self).__name__}({self.make!r}): give a function from an optimizer to a scheduler, as "
-                "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=100), or a finished scheduler"
+                "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=100), or a scheduler object"
             )
 
 
@@ -64,7 +64,7 @@ class PerStep(_Scheduler):
     """A scheduler of PyTorch's that is stepped after every step: ``Trainer(schedule=mh.PerStep(make))``.
 
     ``make`` is a function from an optimizer to a scheduler, as ``functools.partial(StepLR, step_size=100)``, or a
-    finished scheduler over the optimizer that the trainer is given.
+    scheduler object over the optimizer that the trainer is given.
     """
 
 

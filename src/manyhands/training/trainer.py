@@ -47,18 +47,18 @@ class BaseTrainer(Evaluating):
     position, all others by name.
 
     Args:
-        max_epochs: How many times to go through the training data. Default: None, 10 times; with ``limits`` of steps or
-            time as often as these allow.
+        max_epochs: How many times to go through the training data. Default: None, 10 times; if ``limits`` has steps
+            or time, as often as these allow.
         num_gpus: How many GPUs to train on, at most; 0 is the CPU. Default: None, every GPU there is, else the CPU.
         gradient_clip_val: The largest global norm of the gradients; 0 does not clip. Default: 0.
-        devices: The devices to train on: ``"gpu"`` (all GPUs, or the CPU where there is none; also ``"auto"`` and
-            ``-1``), a number (``2``), ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two virtual CPU devices), or a list of names
-            (``["gpu:0", "gpu:1"]``), of numbers of GPUs (``[0, 1]``) or of the framework's own objects. Default: None,
-            as ``num_gpus`` says.
+        devices: The devices to train on: ``"gpu"`` (all GPUs, else the CPU; also ``"auto"`` and ``-1``), ``2`` (two
+            GPUs; without a GPU two virtual CPU devices), ``"gpu:0"``, ``"cpu"``, ``"cpu:2"`` (two virtual CPU devices),
+            or a list of names (``["gpu:0", "gpu:1"]``), of numbers of GPUs (``[0, 1]``) or of the framework's own
+            objects. Default: None, as ``num_gpus`` says.
         batch_size: Samples per step, over all devices together. A loader has its own; another one here is an error.
             Default: None, the data's own, else 256.
-        lr: The learning rate of an optimizer that the trainer makes; in JAX also a schedule of Optax. A finished
-            optimizer has its own: giving ``lr`` as well is an error. Default: None, the optimizer's own default; 0.1
+        lr: The learning rate of an optimizer that the trainer creates; in JAX also a schedule of Optax. An optimizer
+            object has its own: giving ``lr`` as well is an error. Default: None, the optimizer's own default; 0.1
             for SGD.
         loss: A name (``"mse"``, ``"mae"``, ``"huber"``, ``"cross_entropy"``, ``"bce_with_logits"``; in TensorFlow also
             any of Keras's), a function, an object, or a class that makes one. Called as the framework calls losses:
@@ -70,27 +70,27 @@ class BaseTrainer(Evaluating):
         metrics: Further metrics of the validation data, by name (``{"mae": mae}``) or in a list: functions
             ``f(outputs, targets)`` that give a number, or the framework's metric objects (torchmetrics,
             ``keras.metrics``, ``mx.metric``). Each is computed over every sample exactly once, on any number of
-            devices, and is ``val_<name>`` in the rows. Default: None, loss and (for classes) accuracy alone.
+            devices; its name in the rows is ``val_<name>``. Default: None, loss and (for classes) accuracy alone.
         optimizer: A name (``"adamw"``), a class (``torch.optim.AdamW``, ``keras.optimizers.Adam``), a function that
-            takes a rate (``optax.adamw``) or a finished optimizer. A model with ``configure_optimizers`` chooses its
+            takes a rate (``optax.adamw``) or an optimizer object. A model with ``configure_optimizers`` chooses its
             own: giving one here as well is an error. Default: None, the model's own (that, or what a Keras model was
             compiled with), else SGD.
-        schedule: A function from how much of the training is done (0 to 1) to a factor of the learning rate, as
-            ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. In PyTorch also a
-            scheduler, its class, or a function from an optimizer to one: stepped after every epoch (``OneCycleLR`` and
-            ``CyclicLR`` after every step), or as ``mh.PerStep(...)`` or ``mh.PerEpoch(...)`` says. Default: None, a
-            constant rate.
+        schedule: A function of how much of the training is done (0 to 1) that returns a factor of the learning rate,
+            as ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. In PyTorch also a
+            scheduler, its class, or a function that makes one from an optimizer. It is stepped after every epoch
+            (``OneCycleLR`` and ``CyclicLR`` after every step), or as ``mh.PerStep(...)`` or ``mh.PerEpoch(...)`` says.
+            Default: None, a constant rate.
         precision: The number format of the layers: ``"fp32"``, ``"bf16"`` or in PyTorch ``"fp16"`` (weights stay
             float32; with fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the
-            model, never by a clock.
+            model, never by a measurement.
         seed: Sets the order of the samples and the random numbers of the job. Default: 0.
         run: A folder for metrics, checkpoints and a picture of the curves. Default: None, nothing is written.
         resume: Continue from a run's last checkpoint: ``"auto"`` from the one in ``run`` if there is one, or the folder
             of a run or checkpoint. Default: None, start a new run.
         quiet: Show no progress. Default: False.
-        callbacks: Code that is called at certain events, as ``[mh.EarlyStopping("val_loss", patience=3)]``. See
-            ``help(mh.Callback)`` for the events. Default: none.
-        loggers: Where metrics are written besides the run's own files, as
+        callbacks: Code that is called at certain moments: ``[mh.EarlyStopping("val_loss", patience=3)]``. See
+            ``help(mh.Callback)`` for the moments. Default: none.
+        loggers: Where metrics are written besides the run's own files:
             ``[mh.loggers.CSVLogger(every=50)]``. Default: none.
         step: How a step is run, and how its batch is divided: ``mh.Step(accumulate=4)``. See ``help(mh.Step)``.
         checkpoints: When checkpoints are written: ``mh.Checkpoints(every=100)``. See ``help(mh.Checkpoints)``.

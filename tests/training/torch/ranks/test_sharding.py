@@ -104,7 +104,7 @@ def test_what_does_not_go_together() -> None:
     model = Blocks()
     finished = torch.optim.SGD(model.parameters(), 0.1)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"optimizer": finished, "step": Step(shard=True)}, "a finished optimizer holds whole parameters"),
+        ({"optimizer": finished, "step": Step(shard=True)}, "an optimizer object holds whole parameters"),
         ({"step": Step(shard=True, on_nan="continue")}, "on_nan='continue' keeps whole copies"),
     ]
     for options, said in cases:

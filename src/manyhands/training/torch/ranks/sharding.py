@@ -37,7 +37,7 @@ def check(settings: Settings, optimizer: object, devices: list[torch.device]) ->
     """Refuse options that do not work with sharded parameters; ``devices``: those of the ranks."""
     reason = None
     if isinstance(optimizer, torch.optim.Optimizer):
-        reason = "a finished optimizer holds whole parameters: give a name, a class or a function of the parameters"
+        reason = "an optimizer object holds whole parameters: give a name, a class or a function of the parameters"
     elif settings.step.on_nan == "continue":
         reason = "on_nan='continue' keeps whole copies of weights and states: leave it out"
     elif settings.step.batch_stats == "global":
