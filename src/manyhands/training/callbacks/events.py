@@ -186,7 +186,7 @@ class Dispatcher:
         # Of callbacks that get means over steps: what makes an epoch's sums those since their last call.
         self._offsets = {name: Totals() for name, callback in self._callbacks.items() if callback.every}
         self._begun: list[str] = []
-        self.notes: list[str] = []  # for the result
+        self.notes: list[str] = []  # for the result; those known when the job begins are shown, too
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -238,6 +238,8 @@ class Dispatcher:
         for name in self._callbacks:
             self._begun.append(name)
             self._call(name, "on_fit_start", training)
+        for text in self.notes:
+            self._call_all("on_note", training, text, kinds=(Progress,))
 
     def _on_epoch_start(self, event: Event) -> None:
         self._call_all("on_epoch_start", self.training)
