@@ -101,7 +101,7 @@ class Scheduler:
         """Give the optimizer the options of the next step."""
         for group, scheduled in zip(self.optimizer.param_groups, self.stand_in.param_groups, strict=True):
             for name, value in scheduled.items():
-                if name == "params" or name not in group:
+                if name in _NOT_COPIED or name not in group:  # how it runs is not the scheduler's
                     continue
                 if isinstance(group[name], torch.Tensor):
                     group[name].fill_(value)

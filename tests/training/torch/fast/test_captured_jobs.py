@@ -107,6 +107,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "images": (convnet, images(120), {}),
     "clip": (mlp, vectors(), {"gradient_clip_val": 0.1}),
     "momentum and a schedule": (mlp, vectors(), {"optimizer": SGD, "schedule": mh.one_cycle}),
+    "a scheduler of PyTorch": (mlp, vectors(), {"optimizer": SGD, "schedule": torch.optim.lr_scheduler.LinearLR}),
     "accumulation": (partial(mlp, norm=True), vectors(), {"step": Step(accumulate=3), "optimizer": SGD}),
     "accumulation from a loader": (mlp, Rows, {"step": Step(accumulate=4)}),
     "accumulation of images": (convnet, images(), {"step": Step(accumulate=2)}),
