@@ -290,7 +290,7 @@ class Loop:
         self.position.last_row = cursor.step
         self.position.begin_row()
         if counts:
-            self.schedule.after_row(row)
+            self.schedule.after_row(row, evaluated=tested is not None)
         self.result.rows.append(row)
         if self.saver.run is not None and (warning := self.saver.run.add_row(row)) is not None:
             self.report.warn(warning)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import BadSettings, type_in_words
 from manyhands.training.callbacks.builtin import is_known, known_metrics, missing_metric, several_values
+from manyhands.training.callbacks.callback import NO_METRICS
 from manyhands.training.learner import Learner, share
 from manyhands.training.options import ENDLESS
 
@@ -127,7 +128,7 @@ class ScheduleOfJob:
         """A schedule by progress has to know how far the training is; a scheduler may follow a metric."""
         known = known_metrics(metrics, validates=self._learner.test is not None, rates=False)
         for name in self._monitors:
-            if not is_known(name, known):
+            if not (self._scheduler.follows_any or is_known(name, known)):
                 raise BadSettings(f"PerEpoch(monitor={name!r}): {missing_metric(name, known)}")
         position, epochs = self._position, self._position.settings.max_epochs
         if self._schedule is None or isinstance(self._schedule, by_step | _Scheduler):
@@ -147,7 +148,7 @@ class ScheduleOfJob:
             "the first epoch and moves with every batch from the second on"
         )
 
-    def after_row(self, row: Mapping[str, Any]) -> None:
+    def after_row(self, row: Mapping[str, Any], *, evaluated: bool) -> None:
         """Step schedulers that follow a metric, where the row has a new one; the same in all processes."""
         for monitor in self._monitors:
             value = share(self._learner, row.get(monitor))
@@ -155,10 +156,8 @@ class ScheduleOfJob:
                 raise several_values(f"PerEpoch(monitor={monitor!r})", monitor, value)
             if value is not None:
                 self._scheduler.after_metric(monitor, float(value))
-            elif row["val_loss"] is not None or not monitor.startswith("val_"):
-                known = [
-                    name for name, value in row.items() if name.startswith(("train_", "val_")) and value is not None
-                ]
+            elif evaluated or self._learner.test is None:
+                known = [name for name, value in row.items() if name not in NO_METRICS and value is not None]
                 raise BadSettings(f"PerEpoch(monitor={monitor!r}): {missing_metric(monitor, known)}")
 
     def after_epoch(self) -> None:

@@ -35,10 +35,7 @@ class Monitored(Callback):
             raise BadSettings(f"{self._who}(mode={mode!r}): choose one of min, max")
         self._name = self.monitored = monitor
         self._mode: Mode = mode or ("max" if monitor.endswith(("_acc", "_accuracy")) else "min")
-
-    @property
-    def _is_of_evaluations(self) -> bool:
-        return self._name.startswith("val_")
+        self._is_of_evaluations = monitor.startswith("val_")  # a model may log it there by any name
 
     def _look(self, training: Training, value: float) -> None:
         """The metric has a new value."""
@@ -46,6 +43,7 @@ class Monitored(Callback):
 
     def on_evaluation(self, training: Training, metrics: Values) -> None:
         if self._name in metrics:
+            self._is_of_evaluations = True
             self._look(training, metrics[self._name])
         elif self._is_of_evaluations:
             raise self._unknown_metric(metrics)

@@ -36,6 +36,7 @@ from manyhands.training.torch.schedulers import Rates, schedulers_of
 from manyhands.training.torch.state import checkpoint, job_state, lent_model, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step.average import Average
+from manyhands.training.torch.step.logged import may_log
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.steps import RankSteps
 
@@ -97,7 +98,8 @@ class Rank:
         configured = job.make_optimizer(self.model)
         self.optimizer = optimizer = configured.optimizer
         job_state.settle(optimizer)
-        self.scheduler = schedulers_of(job.schedule, configured) if job.purpose == "fit" else None
+        logs = may_log(self.model)
+        self.scheduler = schedulers_of(job.schedule, configured, follows_any=logs) if job.purpose == "fit" else None
         self.rates = Rates(optimizer, self.scheduler)
         self.optimizer_name = optimizer.name if isinstance(optimizer, Several) else type(optimizer).__name__
         self.optimizer_options = job_state.optimizer_options(optimizer)

@@ -153,8 +153,9 @@ class Scheduler:
 class Schedulers:
     """The schedulers of a job: the trainer's, or those that came with its optimizers, by name."""
 
-    def __init__(self, parts: Mapping[str, Scheduler]) -> None:
-        self.parts = dict(parts)
+    def __init__(self, parts: Mapping[str, Scheduler], *, follows_any: bool) -> None:
+        """``follows_any``: the model may log metrics of any name."""
+        self.parts, self.follows_any = dict(parts), follows_any
 
     @property
     def monitors(self) -> list[str]:
@@ -274,12 +275,11 @@ def as_schedule(schedule: Any) -> Any:
     return PerStep(schedule) if issubclass(kind, (OneCycleLR, CyclicLR)) else PerEpoch(schedule)
 
 
-def schedulers_of(schedule: Any, configured: Configured) -> Schedulers | None:
+def schedulers_of(schedule: Any, configured: Configured, *, follows_any: bool) -> Schedulers | None:
     """The schedulers of the trainer's ``schedule``, or those of ``configure_optimizers``."""
-    if isinstance(schedule, PerStep | PerEpoch):
-        return Schedulers({"": Scheduler(schedule, configured.optimizer)})
-    parts = {name: Scheduler(part, optimizer) for name, optimizer, part in configured.schedules}
-    return Schedulers(parts) if parts else None
+    given = [("", configured.optimizer, schedule)] if isinstance(schedule, PerStep | PerEpoch) else configured.schedules
+    parts = {name: Scheduler(part, optimizer) for name, optimizer, part in given}
+    return Schedulers(parts, follows_any=follows_any) if parts else None
 
 
 def restore_final_state(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) -> None:

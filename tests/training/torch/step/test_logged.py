@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,21 @@ def test_a_validation_step_may_only_log(devices: str) -> None:
     found = mh.Trainer(devices="cpu", quiet=True).evaluate(model, data())
     assert found["loss"] is None
     assert found["error"] > 0
+
+
+def test_a_metric_of_validation_steps_may_have_any_name() -> None:
+    """It is followed once in every evaluation."""
+
+    class Constant(Logs):
+        def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+            self.log("error", torch.ones(()))
+
+    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
+    followed = {"schedule": mh.PerEpoch(plateau, monitor="error"), "callbacks": [mh.EarlyStopping("error", patience=3)]}
+    result = fit(Constant(), max_epochs=9, **followed)
+    assert len(result.rows) == 4
+    with pytest.raises(BadSettings, match="no metric 'errors'"):
+        fit(Constant(), schedule=mh.PerEpoch(plateau, monitor="errors"))
 
 
 def test_captured_steps_log_the_same() -> None:

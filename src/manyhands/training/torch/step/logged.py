@@ -96,7 +96,8 @@ def attach(model: torch.nn.Module) -> Iterator[None]:
 
 def may_log(model: Any) -> bool:
     """Whether a method of the model's own class speaks of one of these methods."""
-    functions = [value for kind in type(model).__mro__ for value in vars(kind).values() if hasattr(value, "__code__")]
+    kinds = type(compat.without_compile(model)).__mro__
+    functions = [value for kind in kinds for value in vars(kind).values() if hasattr(value, "__code__")]
     own = [function for function in functions if not function.__module__.startswith(("torch.", *LIGHTNING))]
     return any(set(_METHODS) & set(function.__code__.co_names) for function in own)
 
