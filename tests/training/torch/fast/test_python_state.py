@@ -24,6 +24,8 @@ class Changing(nn.Module):
         self.net, self.kind = mlp(norm=True), kind
         self.calls, self.cache, self.kept = 0, None, []
         self.last = torch.zeros(())
+        self.register_buffer("count", torch.zeros(()))
+        self.hidden, self.options, self.rng = (torch.zeros(()), 1), {"calls": [0]}, np.random.default_rng(0)
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         if self.kind == "counter":
@@ -34,6 +36,16 @@ class Changing(nn.Module):
             self.kept.append(X.shape)
         elif self.kind == "memory":
             self.last = X.detach().mean()
+        elif self.kind == "buffer":
+            self.count = self.count + 1
+        elif self.kind == "buffer in place":
+            self.count += 1
+        elif self.kind == "hidden state":
+            self.hidden = (X.detach().mean(), 1)
+        elif self.kind == "counter in a dict":
+            self.options["calls"][0] += 1
+        elif self.kind == "generator of its own":
+            self.rng.random()
         elif self.kind == "coin":
             random.random()
         elif self.kind == "numpy coin":
@@ -49,7 +61,9 @@ class Changing(nn.Module):
     [
         ("nothing", None), ("cache", None), ("counter", "Changing.calls"), ("list", "Changing.kept"),
         ("memory", "Changing.last"), ("coin", "Python's random"), ("numpy coin", "numpy.random"),
-        ("layer that is dropped", "the CPU's"),
+        ("layer that is dropped", "the CPU's"), ("buffer", "Changing.count"), ("buffer in place", None),
+        ("hidden state", "Changing.hidden"), ("counter in a dict", "Changing.options"),
+        ("generator of its own", "random numbers from Changing.rng"),
     ],
 )  # fmt: skip
 def test_what_python_does_is_seen(kind: str, said: str | None) -> None:

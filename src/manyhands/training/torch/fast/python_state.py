@@ -4,10 +4,11 @@ A graph repeats the kernels of the captured step, and Python does not run again:
 choice repeats, a list is appended to once. So the trainer compares the model's Python state after each warm-up step: a
 graph would freeze whatever changes. Changes in the first step are ignored, because many models fill a cache in it.
 
-The comparison covers the attributes of every module (numbers, strings, lengths of collections, and tensors that are
-neither parameters nor buffers), the optimizer's options per parameter group, plain numbers that are logged, random
-numbers of Python, NumPy and PyTorch's CPU generator (the GPU's generator works in a graph), and hooks. For example, a
-model with ``self.calls += 1`` in its forward pass, after each of three steps::
+The comparison covers the attributes of every module (numbers, strings, tensors, generators of random numbers, and such
+in short lists and dicts), the optimizer's options per parameter group, plain numbers that are logged, random numbers of
+Python, NumPy and PyTorch's CPU generator (the GPU's generator works in a graph), and hooks. A tensor is its memory: it
+may change in place, but another one in its place is not seen by a graph. For example, a model with ``self.calls += 1``
+in its forward pass, after each of three steps::
 
     {"Net.calls": 1}, {"Net.calls": 2}, {"Net.calls": 3}      -> "Net.calls changes from step to step"
 
@@ -24,6 +25,7 @@ at it. While steps warm up they get an :class:`Unread` instead::
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 import sys
 from collections import deque
@@ -43,6 +45,8 @@ from manyhands.training.torch.step.running_sums import RunningSums
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_KINDS = 32  # of steps that are remembered
+_FEW = 64  # members of a collection, each of which is compared
+_DRAWS = "the model draws random numbers from {}, and a graph would repeat them: let torch draw on the model's device"
 
 
 class Watch:
@@ -60,6 +64,7 @@ class Watch:
             for name, module in root.named_modules()
         ]
         self._seen: dict[Hashable, dict[str, Any]] = {}  # after the newest step of each kind
+        self._held: dict[int, torch.Tensor] = {}  # a graph may read them, also where the model has others by now
         self._drawn = _random_numbers()
         self._tossed = 0  # steps in a row that drew from PyTorch's CPU generator
 
@@ -72,37 +77,55 @@ class Watch:
         drawn = [before != now for before, now in zip(self._drawn, _random_numbers(), strict=True)]
         self._tossed = self._tossed + 1 if drawn[2] else 0
         # Draws from PyTorch's CPU generator count from the second in a row: a compiler may draw in one step.
-        for name, seen in (("Python's random", drawn[0]), ("numpy.random", drawn[1]), ("the CPU's", self._tossed > 1)):
-            if seen:
-                return (
-                    f"the model draws random numbers from {name}, and a graph would repeat one draw: let torch draw "
-                    "them on the model's device"
-                )
+        for who, draws in (("Python's random", drawn[0]), ("numpy.random", drawn[1]), ("the CPU's", self._tossed > 1)):
+            if draws:
+                return _DRAWS.format(who)
         if (number := self._sums.logged_number) is not None:
-            return (
-                f"the model logs {number!r} as a plain number, which a graph would freeze: log a tensor of its device"
-            )
+            return f"the model logs {number!r} as a plain number, which a graph freezes: log a tensor of its device"
         seen, before = self._attributes(), self._seen.get(kind)
-        changed = [name for name in seen if before is not None and seen[name] != before.get(name)]
+        name = next((name for name in seen if before is not None and seen[name] != before.get(name)), None)
         self._seen = {**dict(list(self._seen.items())[-_MOST_KINDS:]), kind: seen}
-        if not changed:
+        if name is None:
             return None
-        return (
-            f"{changed[0]} changes from step to step, and a graph would freeze it: make it a buffer that the "
-            "model changes in place, if it reads it"
-        )
+        if isinstance(seen[name], bytes):
+            return _DRAWS.format(name)
+        return f"{name} changes from step to step, and a graph would freeze it: make it a buffer that changes in place"
 
     def _attributes(self) -> dict[str, Any]:
         seen = {
             f"{path}.{name}": look
             for path, module in self._modules
-            for name, value in vars(module).items()
-            if name not in OF_EVERY_MODULE and (look := _look(value)) is not None
+            for name, value in (
+                *vars(module).items(),
+                *module.named_parameters("", False),
+                *module.named_buffers("", False),
+            )
+            if name not in OF_EVERY_MODULE and (look := self._look(value)) is not None
         }
         for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
-            looks = {f"{name!r} of the optimizer's group {number}": _look(value) for name, value in group.items()}
+            looks = {f"{name!r} of the optimizer's group {number}": self._look(value) for name, value in group.items()}
             seen |= {name: look for name, look in looks.items() if look is not None}
         return seen
+
+    def _look(self, value: object, depth: int = 3) -> Any:
+        """A comparable summary of a value; None if the value is not compared."""
+        value = object.__getattribute__(value, "_value") if isinstance(value, Unread) else value
+        if isinstance(value, _PLAIN):
+            return (type(value), value if value == value else "nan")  # NaN is not equal to itself
+        if isinstance(value, torch.Tensor):
+            if value.grad_fn is not None:  # each step computes it again, as the weight of a layer with a norm for it
+                return None
+            self._held[id(value)] = value
+            return ("tensor", id(value))
+        if isinstance(value, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            return pickle.dumps(value)
+        if not isinstance(value, (list, tuple, dict, set, deque)):
+            return None
+        members = value.values() if isinstance(value, dict) else value
+        few = depth and len(value) <= _FEW
+        return ("length", len(value), *(self._look(member, depth - 1) for member in members if few))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -132,21 +155,8 @@ def has_hook(value: object, kinds: Sequence[str]) -> bool:
     return not all(str(module).startswith(("torch.", "manyhands.")) for module in modules)
 
 
-def _look(value: object) -> Any:
-    """A comparable summary of a value; None if the value is not compared."""
-    if isinstance(value, _PLAIN):
-        return (type(value), value if value == value else "nan")  # NaN is not equal to itself
-    if isinstance(value, torch.Tensor):
-        # Each step computes a tensor with a grad_fn again (such as the weight of a layer with weight normalisation).
-        return ("tensor", id(value)) if value.grad_fn is None else None
-    return ("length", len(value)) if isinstance(value, (list, tuple, dict, set, deque)) else None
-
-
 def _random_numbers() -> tuple[Any, Any, Any]:
-    array: Any = np.random.get_state()
-    # The state words and position of NumPy's default generator; a caller may have replaced the generator.
-    numpy = (array[1].tobytes(), *array[2:]) if isinstance(array, tuple) else repr(array)
-    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
 
 
 # Plain values

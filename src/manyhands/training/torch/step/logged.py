@@ -49,6 +49,8 @@ def log(name: str, value: Any, *_: Any, batch_size: float | None = None, reduce_
             f"self.log({name!r}, ...) got {type_in_words(value)}: give one number of this batch, as a tensor. For a "
             "metric of torchmetrics that is metric(output, target); Trainer(metrics=...) computes it over an epoch"
         )
+    else:
+        value = float(value)  # here, in the line that reads it
     _values.append(LoggedValue(name, value, batch_size))
 
 
