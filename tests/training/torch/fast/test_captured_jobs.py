@@ -80,6 +80,21 @@ class Sums(nn.Module):
         return mh.LossSum((losses * weight).sum(), weight.sum())
 
 
+class Attacked(nn.Module):
+    """Takes the gradient of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        x.requires_grad = True
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return loss + nn.functional.cross_entropy(self.net(x + slope.sign() / 10), y)
+
+
 class Adversaries(nn.Module):
     """Two optimizers, of which one makes two updates in each step."""
 
@@ -114,6 +129,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "a sum and a count": (Sums, vectors(), {}),
     "accumulation of sums": (Sums, Rows, {"step": Step(accumulate=3)}),
     "an average": (mlp, vectors(), {"callbacks": [mh.EMA(0.9)]}),
+    "gradients of inputs": (Attacked, Rows, {}),
     "several optimizers": (Adversaries, Rows, {}),
     "a limit of steps": (mlp, Rows, {"limits": Limits(max_steps=11), "max_epochs": 9}),
 }

@@ -80,13 +80,15 @@ class Given:
         X, y = vectors(16 * len(self.factors))
         for number, factor in enumerate(self.factors):
             part = slice(16 * number, 16 * number + 16)
-            yield {"x": X[part], "labels": y[part], "factor": factor}
+            yield {"x": X[part], "labels": y[part], "factor": factor, "names": [f"{number}.png"] * 16}
 
 
-@pytest.mark.parametrize(("factors", "replays"), [([1.0, 2.0] * 6, True), ([float(n) for n in range(12)], False)])
+@pytest.mark.parametrize(("factors", "replays"), [([1.0, 2.0] * 6, True), ([float(n) for n in range(18)], False)])
 def test_plain_values_that_are_read_tell_graphs_apart(factors: list[float], replays: bool) -> None:
-    captured, _ = assert_as_plain(Reader(), Given(factors))
+    """Not so the names beside them, which nobody reads."""
+    captured, result = assert_as_plain(Reader(), Given(factors), max_epochs=2)
     assert bool(captured.replays) is replays
+    assert any("plain value of a batch (test_not_captured.py:" in note for note in result.notes) is not replays
 
 
 class Refusing(nn.Module):

@@ -27,6 +27,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,12 +57,12 @@ _LONGEST_REASON = 300  # characters
 _Part = tuple[MicroBatch, Passes]
 
 
+@dataclass
 class _Segment:
     """Work that runs as such in the first steps, and is then recorded and replayed."""
 
-    def __init__(self) -> None:
-        self.runs = 0
-        self.replay: Replay | None = None
+    runs: int = 0
+    replay: Replay | None = None
 
 
 class CapturedStep:
@@ -395,6 +396,11 @@ class CapturedStep:
             best = next((multiple for multiple, count in padded.items() if count <= MOST_GRAPHS), None)
             cure = "" if best is None else f": padded to multiples of {best} they would be of {padded[best]}"
             kinds = f"their batches are of {len(self._kinds)} kinds of shapes, and {MOST_GRAPHS} at most get a graph"
+            if self.inputs.read_at is not None:
+                kinds, cure = (
+                    f"training_step reads a plain value of a batch ({self.inputs.read_at})",
+                    ": make it a tensor",
+                )
             notes.append(f"{plain} of {every} steps were plain, because {kinds}{cure}")
         return notes
 

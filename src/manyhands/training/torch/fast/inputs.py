@@ -5,13 +5,14 @@ epoch's order of samples is there, too, and so is the place in it, which the gra
 arrive while the step before computes (:mod:`manyhands.training.torch.data.feed`), and are then copied to where the
 graph reads them, which takes a kernel or two.
 
-Graphs are told apart by the kind of a micro-batch: shapes, dtypes and strides of its tensors. Plain values in a batch
-(names of files, say) belong to its kind only if the step reads them.
+Graphs are told apart by the kind of a micro-batch: shapes, dtypes and strides of its tensors. A plain value in a batch
+(the name of a file, say) belongs to its kind only if the step reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,8 @@ class MicroBatch:
 
 class StepInputs:
     """The batches of a job."""
+
+    read_at: str | None = None  # the line that reads a plain value of a batch, if the step reads any
 
     def begin_epoch(self, order: NDArray[np.int64]) -> None:
         """Begin an epoch with this order of samples; a loader has its own."""
@@ -139,28 +142,34 @@ class LoaderInputs(StepInputs):
 
     def __init__(self) -> None:
         self._memory: dict[Hashable, list[torch.Tensor]] = {}
-        self.values_are_read = False
+        self._read: set[int] = set()  # the plain values that are read, by their places in a batch
+        self._all_are_read = False
         self._are_watched = False  # in a step since the newest failure
-        self.read_at: str | None = None  # the line that has read a plain value
 
     def parts(self, window: Window, shard: Shard | None) -> Sequence[MicroBatch]:
         batches = () if shard is None else zip(shard.parts, shard.sizes, strict=True)
         return [LoadedPart(self, batch, size) for batch, size in batches]
 
-    def watch(self, value: Any) -> Any:
-        """A plain value that notices being read, unless values are known to be read."""
-        if self.values_are_read:
+    def is_read(self, place: int) -> bool:
+        """Whether the step reads the plain value at this place in a batch."""
+        return self._all_are_read or place in self._read
+
+    def watch(self, place: int, value: Any) -> Any:
+        """A plain value that notices being read, unless it is known to be read."""
+        if self.is_read(place):
             return value
         self._are_watched = True
-        return unread(value, self._note_read)
+        return unread(value, functools.partial(self._note_read, place))
 
     def read_values(self) -> bool:
         watched, self._are_watched = self._are_watched, False
-        self.values_are_read = self.values_are_read or watched
+        if watched:
+            self._all_are_read, self.read_at = True, self.read_at or "in compiled code"
         return watched
 
-    def _note_read(self, line: str) -> None:
-        self.read_at, self.values_are_read = self.read_at or line, True
+    def _note_read(self, place: int, line: str) -> None:
+        self._read.add(place)
+        self.read_at = self.read_at or line
 
     def memory(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Where a graph reads tensors of this kind."""
@@ -176,11 +185,12 @@ class LoadedPart(MicroBatch):
         self._inputs, self.size = inputs, size
         self._leaves, self._structure = tree.flatten(batch)
         self._tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        values = tuple(leaf for leaf in self._leaves if not isinstance(leaf, torch.Tensor))
-        _check(self._tensors, values)
+        values = {place: leaf for place, leaf in enumerate(self._leaves) if not isinstance(leaf, torch.Tensor)}
+        _check(self._tensors, values.values())
         self.shapes = tuple(tensor.shape for tensor in self._tensors)
         looks = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for tensor in self._tensors)
-        self.kind = (self._structure, looks, values if inputs.values_are_read else ())
+        read = tuple((place, value) for place, value in values.items() if inputs.is_read(place))
+        self.kind = (self._structure, looks, read)
 
     def load(self, *, recorded: bool) -> None:
         if recorded and self._tensors:
@@ -189,11 +199,12 @@ class LoadedPart(MicroBatch):
     def batch(self, *, recorded: bool) -> Batch:
         tensors = iter(self._inputs.memory(self.kind, self._tensors) if recorded else self._tensors)
         return self._structure.unflatten(
-            next(tensors) if isinstance(leaf, torch.Tensor) else self._inputs.watch(leaf) for leaf in self._leaves
+            next(tensors).detach() if isinstance(leaf, torch.Tensor) else self._inputs.watch(place, leaf)
+            for place, leaf in enumerate(self._leaves)
         )
 
 
-def _check(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
+def _check(tensors: Sequence[torch.Tensor], others: Iterable[Any]) -> None:
     """Refuse what a graph cannot read from the same place each time."""
     odd = next((tensor for tensor in tensors if tensor.layout != torch.strided or tensor.is_nested), None)
     if odd is not None:
