@@ -105,7 +105,7 @@ class Adversaries(nn.Module):
     def configure_optimizers(self) -> Any:
         return {"maker": SGD(self.maker.parameters()), "critic": SGD(self.critic.parameters())}
 
-    def training_step(self, batch: Any, optimizers: Any) -> None:
+    def training_step(self, batch: Any, batch_idx: int, optimizers: Any) -> None:
         x, _ = batch
         for _ in range(2):
             optimizers["critic"].minimize(self.critic(self.maker(x).detach()).square().mean())

@@ -28,9 +28,11 @@ import functools
 import pickle
 import random
 import sys
+import traceback
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -219,7 +221,15 @@ def _read(value: Any) -> Any:
 
 def _line_outside() -> str:
     """The line of the user's code that is running, as ``file.py:31``."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    inner_first = traceback.walk_stack(sys._getframe(1))
+    return _first_outside(inner_first) or "?"
+
+
+def line_of_error(error: BaseException) -> str | None:
+    """The line of the user's code that raised an error, or called what did; None: there is none."""
+    return _first_outside(reversed([*traceback.walk_tb(error.__traceback__)]))
+
+
+def _first_outside(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    places = ((frame.f_code.co_filename, line) for frame, line in frames)
+    return next((f"{Path(file).name}:{line}" for file, line in places if not file.startswith(_LIBRARIES)), None)

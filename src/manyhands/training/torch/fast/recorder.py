@@ -19,6 +19,7 @@ import torch
 from manyhands.backends.torch.run.graph_nodes import instantiate
 from manyhands.backends.torch.run.own_streams import new_stream, reserve_workspaces
 from manyhands.backends.torch.run.streams import capture_graph
+from manyhands.training.torch.fast.python_state import line_of_error
 from manyhands.training.torch.ranks.gradient_sum import Signal
 
 Replay = Callable[[], object]
@@ -29,10 +30,11 @@ class NotRecorded(Exception):
 
 
 def error_in_words(error: BaseException) -> str:
-    """What went wrong first: a capture that fails raises an error of its own at its end."""
+    """What went wrong first, and in which line: a capture that fails raises an error of its own at its end."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
-    return f"{type(error).__name__}: {error}"
+    line = line_of_error(error)
+    return f"{type(error).__name__}: {error}" if line is None else f"{type(error).__name__} in {line}: {error}"
 
 
 class CudaRecorder:

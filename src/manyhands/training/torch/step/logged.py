@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def log(name: str, value: Any, *_: Any, batch_size: float | None = None, reduce_
         raise BadSettings(f"self.log({name!r}, reduce_fx={reduce_fx!r}): logged values are means over samples")
     if isinstance(value, torch.Tensor):
         value = value.detach()
-    elif not isinstance(value, (int, float)):
+    elif not isinstance(value, Real):
         raise BadSettings(
             f"self.log({name!r}, ...) got {type_in_words(value)}: give one number of this batch, as a tensor. For a "
             "metric of torchmetrics that is metric(output, target); Trainer(metrics=...) computes it over an epoch"
@@ -54,9 +55,9 @@ def log(name: str, value: Any, *_: Any, batch_size: float | None = None, reduce_
     _values.append(LoggedValue(name, value, batch_size))
 
 
-def log_dict(values: Mapping[str, Any], *_: Any, **options: Any) -> None:
+def log_dict(dictionary: Mapping[str, Any], *_: Any, **options: Any) -> None:
     """Log several numbers of this batch by name."""
-    for name, value in values.items():
+    for name, value in dictionary.items():
         log(name, value, **options)
 
 

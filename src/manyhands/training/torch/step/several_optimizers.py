@@ -12,6 +12,7 @@ it is that of the whole batch. All ranks have to make the same updates in the sa
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,7 @@ class OwnUpdates(TrainingStep):
         self._sample: Batch | None = None  # with which a rank without samples takes part
 
     def __call__(self, shard: Shard | None, whole: int, step: int, batch_idx: int = 0) -> None:
+        self.objective.batch_idx = batch_idx
         size, turn = 0 if shard is None else shard.size, Turn(step, whole, shard)
         self.begin(turn)
         self.passes(turn, self._batch(shard if size else None, whole), size, last=True)
@@ -121,8 +123,10 @@ class OwnUpdates(TrainingStep):
         # Without samples the statistics of layers must not change.
         with self.forward(), contextlib.nullcontext() if size else statistics_kept(self.model):
             user: Any = self.model
+            numbered = "batch_idx" in inspect.signature(user.training_step).parameters
+            number = (self.objective.batch_idx,) if numbered else ()
             with logged.collect() as values:
-                user.training_step(self.number_format.cast(batch), self._updates)
+                user.training_step(self.number_format.cast(batch), *number, optimizers=self._updates)
         self.metrics.log(values, size)
         none = self.metrics.sums.new_zeros(())
         if size and not turn.counted:
