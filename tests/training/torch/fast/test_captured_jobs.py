@@ -80,12 +80,8 @@ class Sums(nn.Module):
         return mh.LossSum((losses * weight).sum(), weight.sum())
 
 
-class Attacked(nn.Module):
+class Attacked(Sums):
     """Takes the gradient of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         x, y = batch
