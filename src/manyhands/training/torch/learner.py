@@ -36,7 +36,6 @@ from manyhands.training.torch.schedulers import Rates, schedulers_of
 from manyhands.training.torch.state import checkpoint, job_state, lent_model, randomness
 from manyhands.training.torch.state.module_state import ModuleState
 from manyhands.training.torch.step.average import Average
-from manyhands.training.torch.step.logged import may_log
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.steps import RankSteps
 
@@ -98,8 +97,7 @@ class Rank:
         configured = job.make_optimizer(self.model)
         self.optimizer = optimizer = configured.optimizer
         job_state.settle(optimizer)
-        logs = may_log(self.model)
-        self.scheduler = schedulers_of(job.schedule, configured, follows_any=logs) if job.purpose == "fit" else None
+        self.scheduler = schedulers_of(job.schedule, configured, self.model) if job.purpose == "fit" else None
         self.rates = Rates(optimizer, self.scheduler)
         self.optimizer_name = optimizer.name if isinstance(optimizer, Several) else type(optimizer).__name__
         self.optimizer_options = job_state.optimizer_options(optimizer)
@@ -192,7 +190,7 @@ class Rank:
 
     @property
     def average(self) -> Average | None:
-        return self.steps.plain.part(Average)
+        return next((part for part in self.steps.plain.parts if isinstance(part, Average)), None)
 
     def keep_average(self, averaging: Averaging) -> None:
         if self.sharded:

@@ -24,6 +24,7 @@ from manyhands.training.learner import named_rates
 from manyhands.training.schedules import PerEpoch, PerStep, by_step
 from manyhands.training.torch.optimizers import Configured
 from manyhands.training.torch.state import job_state, module_state
+from manyhands.training.torch.step.logged import may_log
 
 _NOT_COPIED = ("params", "capturable", "fused", "foreach", "differentiable")
 _NOT_PLAIN = object()
@@ -153,9 +154,8 @@ class Scheduler:
 class Schedulers:
     """The schedulers of a job: the trainer's, or those that came with its optimizers, by name."""
 
-    def __init__(self, parts: Mapping[str, Scheduler], *, follows_any: bool) -> None:
-        """``follows_any``: the model may log metrics of any name."""
-        self.parts, self.follows_any = dict(parts), follows_any
+    def __init__(self, parts: Mapping[str, Scheduler], model: torch.nn.Module) -> None:
+        self.parts, self.follows_any = dict(parts), may_log(model)  # metrics of any name
 
     @property
     def monitors(self) -> list[str]:
@@ -275,11 +275,11 @@ def as_schedule(schedule: Any) -> Any:
     return PerStep(schedule) if issubclass(kind, (OneCycleLR, CyclicLR)) else PerEpoch(schedule)
 
 
-def schedulers_of(schedule: Any, configured: Configured, *, follows_any: bool) -> Schedulers | None:
+def schedulers_of(schedule: Any, configured: Configured, model: torch.nn.Module) -> Schedulers | None:
     """The schedulers of the trainer's ``schedule``, or those of ``configure_optimizers``."""
     given = [("", configured.optimizer, schedule)] if isinstance(schedule, PerStep | PerEpoch) else configured.schedules
     parts = {name: Scheduler(part, optimizer) for name, optimizer, part in given}
-    return Schedulers(parts, follows_any=follows_any) if parts else None
+    return Schedulers(parts, model) if parts else None
 
 
 def restore_final_state(schedule: Any, optimizer: Any, saved: Mapping[str, Any] | None) -> None:

@@ -84,11 +84,9 @@ class Attacked(Sums):
     """Takes the gradient of its inputs."""
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        x.requires_grad = True
-        loss = nn.functional.cross_entropy(self.net(x), y)
-        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
-        return loss + nn.functional.cross_entropy(self.net(x + slope.sign() / 10), y)
+        x, y = batch[0].requires_grad_(), batch[1]
+        (slope,) = torch.autograd.grad(nn.functional.cross_entropy(self.net(x), y), x)
+        return nn.functional.cross_entropy(self.net(x + slope.sign() / 10), y)
 
 
 class Adversaries(nn.Module):

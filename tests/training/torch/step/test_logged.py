@@ -91,8 +91,6 @@ def test_a_validation_step_may_only_log(devices: str) -> None:
 
 
 def test_a_metric_of_validation_steps_may_have_any_name() -> None:
-    """It is followed once in every evaluation."""
-
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
     schedule, stop = mh.PerEpoch(plateau, monitor="constant"), mh.EarlyStopping("constant", patience=3)
     assert len(fit(Logs(), max_epochs=9, schedule=schedule, callbacks=[stop]).rows) == 4

@@ -38,11 +38,9 @@ def resident(source: Source, device: torch.device) -> Source:
     if not isinstance(source, Arrays):
         return source
     places = {tensor.device for tensor in source.tensors}
-    if places == {device}:
-        return source
-    if device.type == "cuda" and places == {torch.device("cpu")}:
-        return source.to(device) if source.nbytes < torch.cuda.mem_get_info(device)[0] // 2 else source
-    return source.to(device)
+    to_gpu = device.type == "cuda" and places == {_HOST}
+    is_large = to_gpu and source.nbytes >= torch.cuda.mem_get_info(device)[0] // 2
+    return source if is_large or places == {device} else source.to(device)
 
 
 @dataclass
@@ -95,7 +93,8 @@ def _take(
         return (source.take(numbers[start:stop]) for start, stop in parts)
     if isinstance(source, Arrays):
         picked: Iterator[Batch] = (source.take(torch.from_numpy(order[start:stop])) for start, stop in parts)
-    elif isinstance(source, Samples):
+    else:
+        assert isinstance(source, Samples), "a stream has no order: see stream_shards"
         # Worker processes send pageable memory: PyTorch pins what they sent in a thread of its own.
         pin = world.device.type == "cuda" and source.workers > 0
         first = windows[0] if windows else Window(0, 0, 0, 0)
@@ -104,8 +103,6 @@ def _take(
         picked = source.batches([order[start:stop] for start, stop in parts], **seeds, pin=pin, divided=divided)
         if world.device.type == "cpu" and not source.workers:
             return picked  # read in this thread: while the dataset draws random numbers, the model must not
-    else:
-        raise TypeError("a stream has no order: see stream_shards")
     return on_device(ahead(picked, world.device), world.device)
 
 

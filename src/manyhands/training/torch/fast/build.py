@@ -56,7 +56,7 @@ def why_not(rank: Rank) -> str | None:
     if several and isinstance(optimizer, Several):
         return "each of several optimizers sums its gradients over the devices within training_step"
     for each in optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]:
-        if not ("capturable" in each.defaults or _is_sgd(each)):
+        if not ("capturable" in each.defaults or type(each) is torch.optim.SGD):
             return f"{type(each).__name__} reads its state on the host in every step (it is not capturable)"
     return rank.scheduler.why_not_captured if rank.scheduler is not None else None
 
@@ -118,15 +118,11 @@ def _extensions(step: PlainStep) -> tuple[list[Extension], list[str]]:
 def _make_capturable(optimizer: torch.optim.Optimizer, device: torch.device, *, changing_rate: bool) -> None:
     """Prepare an optimizer for capture: values that change from step to step become tensors on the device."""
     for group in optimizer.param_groups:
-        if _is_sgd(optimizer):
+        if type(optimizer) is torch.optim.SGD:
             group["fused"], group["foreach"] = True, False
         if changing_rate and not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], device=device)
     job_state.count_on_device(optimizer)
-
-
-def _is_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) is torch.optim.SGD
 
 
 class FusedNorms(Extension):

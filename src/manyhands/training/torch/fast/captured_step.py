@@ -98,7 +98,7 @@ class CapturedStep:
         if self._sums is not None:
             self._sums.start_later(recorder.signal)
         self._number = DeviceCounter(step.device)  # of the step
-        self._read_at: str | None = None  # the line that has read the number of the batch
+        self._why_frozen: str | None = None  # where the step reads the number of its batch
         self._tried: Passes | None = None  # the newest that were made without their graph
         self._is_summing = False  # whether sums over the ranks have begun: then the step cannot be made again
         self.steps = Counter[str]()
@@ -180,8 +180,8 @@ class CapturedStep:
             return True
         self._number.forget()
         self.inputs.forget_place()
-        if self._read_at is not None or not self._turn_feature_off(why):
-            self.ended = self._why_frozen() or f"the graph could not be made ({why})"[:_LONGEST_REASON]
+        if self._why_frozen is not None or not self._turn_feature_off(why):
+            self.ended = self._why_frozen or f"the graph could not be made ({why})"[:_LONGEST_REASON]
         return False
 
     def _is_recorded(self, parts: Sequence[_Part]) -> bool:
@@ -204,17 +204,13 @@ class CapturedStep:
                 return error_in_words(error)
             changed = self._watch.after(kinds)
         parts_say = (part.why_not_captured() for part in self._step.parts)
-        reasons = (self.ended, self._why_frozen(), changed, *parts_say)
+        reasons = (self.ended, self._why_frozen, changed, *parts_say)
         self.ended = next((reason for reason in reasons if reason is not None), None)
         return None
 
     def _note_read(self, line: str) -> None:
-        self._read_at = self._read_at or line
-
-    def _why_frozen(self) -> str | None:
-        if self._read_at is None:
-            return None
-        return f"training_step reads batch_idx ({self._read_at}), another number in every step"
+        why = f"training_step reads batch_idx ({line}), which changes in every step: leave it out, or count in a buffer"
+        self._why_frozen = self._why_frozen or why
 
     def _run(self, turn: Turn, parts: Sequence[_Part]) -> None:
         """Make the step: by replays where there are graphs, else by the work itself."""
@@ -378,11 +374,6 @@ class CapturedStep:
     # For people
 
     @property
-    def in_segments(self) -> bool:
-        """Whether a step is made of several graphs."""
-        return self._sums is not None
-
-    @property
     def is_recorded(self) -> bool:
         """Whether there is a graph of some passes."""
         return any(passes.replay is not None for passes in self._passes.values())
@@ -396,11 +387,8 @@ class CapturedStep:
             best = next((multiple for multiple, count in padded.items() if count <= MOST_GRAPHS), None)
             cure = "" if best is None else f": padded to multiples of {best} they would be of {padded[best]}"
             kinds = f"their batches are of {len(self._kinds)} kinds of shapes, and {MOST_GRAPHS} at most get a graph"
-            if self.inputs.read_at is not None:
-                kinds, cure = (
-                    f"training_step reads a plain value of a batch ({self.inputs.read_at})",
-                    ": make it a tensor",
-                )
+            if (line := self.inputs.read_at) is not None:
+                kinds, cure = f"training_step reads a plain value of a batch ({line})", ": make it a tensor"
             notes.append(f"{plain} of {every} steps were plain, because {kinds}{cure}")
         return notes
 

@@ -142,33 +142,28 @@ class LoaderInputs(StepInputs):
 
     def __init__(self) -> None:
         self._memory: dict[Hashable, list[torch.Tensor]] = {}
-        self._read: set[int] = set()  # the plain values that are read, by their places in a batch
-        self._all_are_read = False
-        self._are_watched = False  # in a step since the newest failure
+        self.read: set[int] = set()  # the plain values that are read, by their places in a batch
+        self._watched: set[int] = set()  # in a step since the newest failure
 
     def parts(self, window: Window, shard: Shard | None) -> Sequence[MicroBatch]:
         batches = () if shard is None else zip(shard.parts, shard.sizes, strict=True)
         return [LoadedPart(self, batch, size) for batch, size in batches]
 
-    def is_read(self, place: int) -> bool:
-        """Whether the step reads the plain value at this place in a batch."""
-        return self._all_are_read or place in self._read
-
     def watch(self, place: int, value: Any) -> Any:
         """A plain value that notices being read, unless it is known to be read."""
-        if self.is_read(place):
+        if place in self.read:
             return value
-        self._are_watched = True
+        self._watched.add(place)
         return unread(value, functools.partial(self._note_read, place))
 
     def read_values(self) -> bool:
-        watched, self._are_watched = self._are_watched, False
-        if watched:
-            self._all_are_read, self.read_at = True, self.read_at or "in compiled code"
-        return watched
+        watched, self._watched = self._watched, set()
+        for place in watched:
+            self._note_read(place, "in compiled code")
+        return bool(watched)
 
     def _note_read(self, place: int, line: str) -> None:
-        self._read.add(place)
+        self.read.add(place)
         self.read_at = self.read_at or line
 
     def memory(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -189,7 +184,7 @@ class LoadedPart(MicroBatch):
         _check(self._tensors, values.values())
         self.shapes = tuple(tensor.shape for tensor in self._tensors)
         looks = tuple((tensor.shape, tensor.dtype, tensor.device, tensor.stride()) for tensor in self._tensors)
-        read = tuple((place, value) for place, value in values.items() if inputs.is_read(place))
+        read = tuple((place, value) for place, value in values.items() if place in inputs.read)
         self.kind = (self._structure, looks, read)
 
     def load(self, *, recorded: bool) -> None:

@@ -95,18 +95,14 @@ class Watch:
 
     def _attributes(self) -> dict[str, Any]:
         seen = {
-            f"{path}.{name}": look
+            f"{path}.{name}": self._look(value)
             for path, module in self._modules
-            for name, value in (
-                *vars(module).items(),
-                *module.named_parameters("", False),
-                *module.named_buffers("", False),
-            )
-            if name not in OF_EVERY_MODULE and (look := self._look(value)) is not None
+            for named in (vars(module).items(), module.named_parameters("", False), module.named_buffers("", False))
+            for name, value in named
+            if name not in OF_EVERY_MODULE
         }
         for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
-            looks = {f"{name!r} of the optimizer's group {number}": self._look(value) for name, value in group.items()}
-            seen |= {name: look for name, look in looks.items() if look is not None}
+            seen |= {f"{name!r} of the optimizer's group {number}": self._look(value) for name, value in group.items()}
         return seen
 
     def _look(self, value: object, depth: int = 3) -> Any:
@@ -126,8 +122,8 @@ class Watch:
         if not isinstance(value, (list, tuple, dict, set, deque)):
             return None
         members = value.values() if isinstance(value, dict) else value
-        few = depth and len(value) <= _FEW
-        return ("length", len(value), *(self._look(member, depth - 1) for member in members if few))
+        few = members if depth and len(value) <= _FEW else ()
+        return ("length", len(value), *(self._look(member, depth - 1) for member in few))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -221,8 +217,7 @@ def _read(value: Any) -> Any:
 
 def _line_outside() -> str:
     """The line of the user's code that is running, as ``file.py:31``."""
-    inner_first = traceback.walk_stack(sys._getframe(1))
-    return _first_outside(inner_first) or "?"
+    return _first_outside(traceback.walk_stack(sys._getframe(1))) or "?"
 
 
 def line_of_error(error: BaseException) -> str | None:

@@ -43,15 +43,12 @@ def log(name: str, value: Any, *_: Any, batch_size: float | None = None, reduce_
         return
     if reduce_fx not in ("mean", torch.mean):
         raise BadSettings(f"self.log({name!r}, reduce_fx={reduce_fx!r}): logged values are means over samples")
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-    elif not isinstance(value, Real):
+    if not isinstance(value, (torch.Tensor, Real)):
         raise BadSettings(
             f"self.log({name!r}, ...) got {type_in_words(value)}: give one number of this batch, as a tensor. For a "
             "metric of torchmetrics that is metric(output, target); Trainer(metrics=...) computes it over an epoch"
         )
-    else:
-        value = float(value)  # here, in the line that reads it
+    value = value.detach() if isinstance(value, torch.Tensor) else float(value)  # here, in the line that reads it
     _values.append(LoggedValue(name, value, batch_size))
 
 

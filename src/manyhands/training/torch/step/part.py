@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -91,9 +91,6 @@ class Part:
         """Leave the model as it was; returns a note about the job, if there is one."""
 
 
-OnePart = TypeVar("OnePart", bound=Part)
-
-
 # Gives the mean loss of a micro-batch, or its sum and count (else None); and the correct predictions, where known.
 LossOf = Callable[["Batch", int], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
 
@@ -148,10 +145,6 @@ class TrainingStep:
     def update(self, turn: Turn) -> None:
         """The update of the weights, when the gradients are those of the whole batch."""
         raise NotImplementedError
-
-    def part(self, kind: type[OnePart]) -> OnePart | None:
-        """The part of this kind; None without one."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def begin(self, turn: Turn) -> None:
         for begin in self._begin:

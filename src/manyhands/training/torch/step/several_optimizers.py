@@ -122,11 +122,10 @@ class OwnUpdates(TrainingStep):
             each.size = size
         # Without samples the statistics of layers must not change.
         with self.forward(), contextlib.nullcontext() if size else statistics_kept(self.model):
-            user: Any = self.model
-            numbered = "batch_idx" in inspect.signature(user.training_step).parameters
-            number = (self.objective.batch_idx,) if numbered else ()
+            user_step: Any = self.model.training_step
+            number = (self.objective.batch_idx,) if "batch_idx" in inspect.signature(user_step).parameters else ()
             with logged.collect() as values:
-                user.training_step(self.number_format.cast(batch), *number, optimizers=self._updates)
+                user_step(self.number_format.cast(batch), *number, optimizers=self._updates)
         self.metrics.log(values, size)
         none = self.metrics.sums.new_zeros(())
         if size and not turn.counted:

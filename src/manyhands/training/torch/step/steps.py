@@ -141,7 +141,7 @@ class RankSteps:
         rank, accumulate = self._rank, self._rank.settings.step.accumulate
         kernels = ", kernels compiled" if captured.compiled else ""
         source = "" if self._has_resident_data else ", batches from the loader"
-        if not captured.in_segments:
+        if rank.size == accumulate == 1:
             return f"one CUDA graph{kernels}{source}"
         parts = f" for each of {count_of(accumulate, 'micro-batch', 'micro-batches')}" if accumulate > 1 else ""
         sums = f", gradients summed over {count_of(rank.size, 'device')} in between" if rank.size > 1 else ""
