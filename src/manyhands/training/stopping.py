@@ -4,8 +4,8 @@ The number of steps is known everywhere. The clock and signals are not: there th
 others makes the host wait, so it is not done after every step but about once a second, after steps that the first
 process chooses::
 
-    step      1    2  ...  40  ...  81  ...
-    asked     *             *        *        the first process measured 40 steps a second
+    step      1  2  4  8  16  32  64  ...  104  ...  144  ...
+    asked     *  *  *  *  *   *   *         *         *        the first process measured 40 steps a second
 
 A single process stops after the step in which the signal came. A callback that stops the training from
 ``on_steps`` is heard in the same way: no step waits for its answer.
@@ -127,14 +127,14 @@ class Ending:
         self._decide(None if nobody else first["signal"] or "SIGTERM", first["wish"], time_is_up=first["up"])
 
     def _steps_a_second(self, step: int) -> int:
-        """Steps until the next question, by the speed since the last one."""
+        """Steps until the next question: a second's, but not long after few steps, which a loader had read ahead."""
         now = time.monotonic()
         seconds = now - self._asked_at
         steps = 0 if self._asked_step is None else step - self._asked_step
         self._asked_at, self._asked_step = now, step
         if not steps or not seconds:
             return 1
-        return max(1, min(_MOST_STEPS, round(_ASK_EVERY * steps / seconds)))
+        return max(1, min(_MOST_STEPS, 2 * steps, round(_ASK_EVERY * steps / seconds)))
 
 
 # Signals

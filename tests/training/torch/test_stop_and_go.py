@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,6 +24,7 @@ from training_cases import Harm, OneHot, SumsUp, fit, mean_output, mlp, one_hot,
 
 from manyhands import files
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
+from manyhands.training import stopping
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.data.order import epoch_order
@@ -31,10 +34,7 @@ from manyhands.training.torch.workers import fork_server, pool
 
 COUNT = 40
 STEPS = 12  # of 96 samples in batches of 16, in two epochs
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def with_dropout(ranks: int, run: Path, **options: Any) -> Any:
@@ -283,6 +283,18 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
                 break  # one is enough: each failure ends the workers
     with pytest.raises(NoCheckpoint):
         fit(mlp(), vectors(), 1, resume=tmp_path / "nowhere")
+
+
+def test_a_signal_is_not_put_off_by_steps_that_were_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
+    learner: Any = SimpleNamespace(size=2, all_have=lambda _: True, from_first=lambda data: data)
+    ending, step = stopping.Ending(learner, Limits()), 0
+    ending.requests = stopping.Requests()
+    while not ending.check(step):
+        step, now = step + 1, now + (0.001 if step < 20 else 0.5)
+        ending.requests.asked = "SIGTERM" if step > 20 else None
+    assert step == 31
 
 
 def test_a_sampler_with_a_generator_of_its_own(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from captured_cases import assert_as_plain, capturing, trained
 from cpu_recorder import Rehearsal, Tape
+from test_captured_jobs import Batches
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from training_cases import Rows, mlp, vectors
@@ -70,23 +71,16 @@ class Reader(nn.Module):
         return nn.functional.cross_entropy(self.net(batch["x"]), batch["labels"]) * batch["factor"]
 
 
-class Given:
-    """Batches with a plain number each."""
-
-    def __init__(self, factors: list[float]) -> None:
-        self.factors = factors
-
-    def __iter__(self) -> Any:
-        X, y = vectors(16 * len(self.factors))
-        for number, factor in enumerate(self.factors):
-            part = slice(16 * number, 16 * number + 16)
-            yield {"x": X[part], "labels": y[part], "factor": factor, "names": [f"{number}.png"] * 16}
+def given(factors: list[float]) -> Batches:
+    X, y = vectors(16 * len(factors))
+    parts = zip(X.split(16), y.split(16), factors, strict=True)
+    return Batches([{"x": x, "labels": y, "factor": factor, "names": [str(factor)] * 16} for x, y, factor in parts])
 
 
 @pytest.mark.parametrize(("factors", "replays"), [([1.0, 2.0] * 6, True), ([float(n) for n in range(18)], False)])
 def test_plain_values_that_are_read_tell_graphs_apart(factors: list[float], replays: bool) -> None:
     """Not so the names beside them, which nobody reads."""
-    captured, result = assert_as_plain(Reader(), Given(factors), max_epochs=2)
+    captured, result = assert_as_plain(Reader(), given(factors), max_epochs=2)
     assert bool(captured.replays) is replays
     assert any("plain value of a batch (test_not_captured.py:" in note for note in result.notes) is not replays
 

@@ -34,8 +34,6 @@ WAITING = {
     "_unique", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount", "histc", "allclose",
     "argwhere", "combinations", "linalg_eigvals",
 }  # fmt: skip
-
-
 # What asks for a value by name; on a CPU most of these are no operation at all.
 ASKING = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__", "__repr__"}
 
@@ -145,14 +143,10 @@ def test_the_hooks_find_what_they_look_for() -> None:
         assert found.found
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "clip": {"gradient_clip_val": 0.1},
@@ -162,14 +156,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_steady_step_waits_for_nothing(name: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steady_step_waits_for_nothing(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(**{"max_epochs": 1, "batch_size": 8, "precision": "fp32", **CASES[name]})
     X, y = images(80)
     model = convnet().float()
     data = source((X.float(), y))
-    job = Job(model, objective_for(model, None), data, None, settings, optimizer, schedule=one_cycle)
+    job = Job(model, objective_for(model, None), data, None, settings, OPTIMIZERS[optimizer], schedule=one_cycle)
     assert waits(job, monkeypatch).found == []
 
 
@@ -177,7 +171,9 @@ def test_an_average_and_figures_of_steps_wait_for_nothing(monkeypatch: pytest.Mo
     """What callbacks ask for: metrics of every second step, the learning rate, an average of the weights."""
     model = mlp(norm=True)
     settings = Settings(1, 8, step=Step(on_nan="continue"))
-    job = Job(model, objective_for(model, None), source(vectors(80)), None, settings, adamw, schedule=one_cycle)
+    job = Job(
+        model, objective_for(model, None), source(vectors(80)), None, settings, OPTIMIZERS["AdamW"], schedule=one_cycle
+    )
     job.callbacks = CallbackPlan(every=(2,), rates=True, average=Averaging(0.9))
     assert waits(job, monkeypatch, looks=15).found == []
 
@@ -187,7 +183,7 @@ def test_steps_from_a_loader_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -
     dataset = TensorDataset(X, y)
     model = mlp(dropout=0.5, norm=True)
     for data in (DataLoader(dataset, batch_size=8, shuffle=True), DataLoader(dataset, batch_size=8, drop_last=True)):
-        job = Job(model, objective_for(model, None), source(data), None, Settings(1, 8), momentum)
+        job = Job(model, objective_for(model, None), source(data), None, Settings(1, 8), OPTIMIZERS["momentum"])
         assert waits(job, monkeypatch).found == []
 
 
@@ -224,6 +220,6 @@ def test_arrays_that_lie_elsewhere_come_to_the_device() -> None:
 def test_a_look_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     X, y = vectors(80)
     model = mlp()
-    job = Job(model, objective_for(model, None), source((X, y)), None, Settings(1, 8), momentum)
+    job = Job(model, objective_for(model, None), source((X, y)), None, Settings(1, 8), OPTIMIZERS["momentum"])
     monkeypatch.setattr(running_sums.RunningSums, "peek", running_sums.RunningSums.read)
     assert "tolist" in waits(job, monkeypatch, looks=0).found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ class Langevin(torch.optim.SGD):
                     parameter.add_(noise, alpha=0.01)
 
 
-def langevin(parameters: Any) -> torch.optim.Optimizer:
-    return Langevin(parameters, lr=0.1)
+langevin = partial(Langevin, lr=0.1)
 
 
 def private(parameters: Any) -> torch.optim.Optimizer:
