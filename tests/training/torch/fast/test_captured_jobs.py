@@ -81,8 +81,6 @@ class Sums(nn.Module):
 
 
 class Attacked(Sums):
-    """Takes the gradient of its inputs."""
-
     def training_step(self, batch: Any) -> torch.Tensor:
         x, y = batch[0].requires_grad_(), batch[1]
         (slope,) = torch.autograd.grad(nn.functional.cross_entropy(self.net(x), y), x)

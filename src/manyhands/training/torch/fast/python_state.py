@@ -54,9 +54,7 @@ _DRAWS = "the model draws random numbers from {}, and a graph would repeat them:
 class Watch:
     """Compares the Python state of some modules, and of an optimizer, from step to step."""
 
-    def __init__(
-        self, roots: Sequence[object], sums: RunningSums, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def __init__(self, roots: Sequence[Any], sums: RunningSums, optimizer: torch.optim.Optimizer | None = None) -> None:
         """``sums``: which the steps log to."""
         self._optimizer, self._sums = optimizer, sums
         self._modules = [
