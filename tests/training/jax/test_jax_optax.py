@@ -98,9 +98,10 @@ class Words(nnx.Module):
         return self.last(self.embed(words).mean(1))
 
 
-def test_an_embedding_on_shards_of_unequal_size() -> None:
-    """XLA aborted the process in 64 bits."""
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_embedding_in_64_bits(count: int) -> None:
+    """Shards of unequal size aborted the process; and an ``nnx.Embed`` remembers the precision it was made in."""
     words = np.random.default_rng(0).integers(7, size=(20, 5))
     alone, _ = fit(Words(), (words, Y[:20]), 1, batch_size=10, precision="fp64")
-    three, _ = fit(Words(), (words, Y[:20]), 3, batch_size=10, precision="fp64")
-    assert difference(three, alone) <= 1e-12
+    several, _ = fit(Words(), (words, Y[:20]), count, batch_size=10, precision="fp64")
+    assert difference(several, alone) <= 1e-12

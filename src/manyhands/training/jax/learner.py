@@ -98,7 +98,7 @@ class JaxLearner:
     def _say_how(self) -> None:
         where = "gathered on the devices" if self.arrays is not None else "gathered on the host and sent"
         self.notes.append(f"one compiled program a step; batches are {where}")
-        if self.job.dtype is not None:
+        if self.job.dtype == jnp.bfloat16:
             self.notes.append(f"layers compute in {jnp.dtype(self.job.dtype).name}, parameters keep their dtype")
         if self.settings.step.wrt is not None:
             parts = (self.state["parameters"], self.state["rest"])

@@ -167,10 +167,12 @@ def for_evaluation(model: nnx.Module) -> nnx.Module:
 def computing_in(model: nnx.Module, dtype: Any, *, statistics: bool) -> nnx.Module:
     """Let every layer that does not say itself in which precision it computes do so in this one.
 
-    ``statistics=False`` leaves normalisation alone: it would round what it has learned before it uses it.
+    ``statistics=False`` leaves normalisation alone: it would round what it has learned before it uses it. An
+    ``nnx.Embed`` always says a precision, by default that of its parameters.
     """
+    open_kinds = (None, jnp.float32) if dtype == jnp.float64 else (None,)
     for _, layer in nnx.iter_modules(model):
         normalises = isinstance(layer, nnx.BatchNorm)
-        if getattr(layer, "dtype", dtype) is None and (statistics or not normalises):
+        if getattr(layer, "dtype", dtype) in open_kinds and (statistics or not normalises):
             layer.dtype = dtype
     return model

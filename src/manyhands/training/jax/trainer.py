@@ -33,6 +33,7 @@ from manyhands.training.result import Result
 from manyhands.training.trainer import DEFAULT_BATCH, BaseTrainer
 
 _WITH_BF16 = 8.0  # a GPU's compute capability
+_DTYPES = {"bf16": jnp.bfloat16, "fp64": jnp.float64}  # that layers compute in, by precision
 
 
 def _per_sample(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -153,8 +154,7 @@ class Trainer(BaseTrainer):
         if tests:
             checks.check_labels(model, objective, source)
         with self._world(settings) as here:
-            dtype = jnp.bfloat16 if settings.precision == "bf16" else None
-            yield apart(model, objective, source, here, settings, dtype)
+            yield apart(model, objective, source, here, settings, _DTYPES.get(settings.precision))
 
     def _job(self, model: nnx.Module, settings: Settings, here: world.World) -> Job:
         skeleton = Skeleton(model, settings.step.wrt)
@@ -181,8 +181,8 @@ class Trainer(BaseTrainer):
 
 def _dtype(settings: Settings, device: jax.Device) -> Any:
     """The dtype that layers compute in; None: that of their parameters."""
-    if settings.precision == "bf16":
-        return jnp.bfloat16
+    if settings.precision in _DTYPES:
+        return _DTYPES[settings.precision]
     if settings.precision != "auto" or settings.step.optimize == "off" or device.platform == "cpu":
         return None
     return jnp.bfloat16 if float(getattr(device, "compute_capability", 0) or 0) >= _WITH_BF16 else None
