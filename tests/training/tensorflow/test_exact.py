@@ -14,6 +14,8 @@ from keras_cases import convnet, difference, fit, images, mlp, tensors, vectors
 from manyhands.cli import parity
 from manyhands.training.options import Step
 
+OF_SCORES = keras.losses.SparseCategoricalCrossentropy(from_logits=True)  # names no precision: the model's counts
+
 
 def nadam(rate: float) -> Any:
     return keras.optimizers.Nadam(rate, clipnorm=0.5, weight_decay=0.01)
@@ -22,7 +24,7 @@ def nadam(rate: float) -> Any:
 @pytest.mark.parametrize(
     ("devices", "how"),
     [
-        (3, {"step": Step(shares=[3, 2, 1]), "gradient_clip_val": 0.1}),
+        (3, {"step": Step(shares=[3, 2, 1]), "gradient_clip_val": 0.1, "loss": OF_SCORES}),
         # A device without samples
         (2, {"batch_size": 3, "step": Step(shares=[0.9, 0.1]), "optimizer": nadam}),
     ],

@@ -81,9 +81,8 @@ class KerasLoss(CompileLoss):  # type: ignore[misc]
 
     def _add(self, loss: Any, weight: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         """Keras calls this for each output, and adds up what it returns."""
-        by_user = any(loss is part for part in keras.tree.flatten(self._user_loss))
-        # An object computes in the precision it was made for, a name or a function in the model's.
-        dtype = loss.dtype if by_user or not tf.is_tensor(y_pred) else y_pred.dtype.name
+        # In the wider of two precisions: what the object was made for (float32 if it does not say), and the model's.
+        dtype = keras.backend.result_type(loss.dtype, y_pred.dtype) if tf.is_tensor(y_pred) else loss.dtype
         losses = losses_of(loss, y_true, y_pred, sample_weight, dtype)
         self._losses.append(losses if weight is None else losses * weight)
         return tf.zeros(())
