@@ -89,6 +89,22 @@ def test_accuracy(numpy_like: bool) -> None:
         assert curves.Y[0] == pytest.approx([0.9])
 
 
+class Product(mx.gluon.HybridBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.params.get("scale", shape=(1, 1), init="ones")
+
+    def hybrid_forward(self, F: Any, left: Any, right: Any, scale: Any) -> Any:
+        return F.broadcast_mul(left, scale) * right
+
+
+def test_a_hybrid_block_says_how_many_inputs_it_takes() -> None:
+    (X, _), model = vectors(10), Product()
+    model.initialize()
+    predicted = mh.Trainer(1, devices="cpu", quiet=True).predict(model, (X, X))
+    np.testing.assert_allclose(predicted.asnumpy(), X * X, rtol=1e-6)
+
+
 def batches(size: int) -> list[tuple[Any, Any]]:
     X, y = vectors()
     X = X.astype(np.float32)

@@ -53,6 +53,7 @@ def parts_of(value: Any) -> Sequence[Any] | None:
 
 
 def blocks_of(block: Any) -> Iterator[Any]:
+    """The block and all blocks in it."""
     yield block
     for child in block._children.values():
         yield from blocks_of(child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import mxnet as mx
 
 from manyhands import tree
+from manyhands.backends.mxnet import devices as backend
 from manyhands.training.data.order import Cursor
 from manyhands.training.data.roles import ModelInputs, input_count
 from manyhands.training.data.sources import Batch
@@ -72,7 +74,7 @@ class Evaluation:
 
     def _pieces(self, shards: Sequence[Batch], computed: Sequence[Any]) -> Pieces:
         """The outputs and targets of a batch, in the order of the samples; an output that is None is computed."""
-        model, pieces = self.objective.model, Pieces(join_arrays)
+        model, pieces = self.objective.model, Pieces(backend.join)
         for shard, output in zip(shards, computed, strict=True):
             inputs = input_count(call_of(model), len(shard))
             outputs = checked_output(model, shard[:inputs]) if output is None else output
@@ -96,18 +98,10 @@ def _outputs(take: Take | None) -> PendingOutputs:
 
 
 def call_of(model: Any) -> Any:
-    """The function whose arguments are the block's inputs; ``hybrid_forward`` has another argument before them."""
-    kind = type(model)
-    if isinstance(model, mx.gluon.HybridBlock) and kind.forward is mx.gluon.HybridBlock.forward:
-        return lambda x, *args: None  # MXNet says only then how many it takes
+    """The function whose arguments are the block's inputs; ``hybrid_forward`` takes a module and parameters, too."""
+    if isinstance(model, mx.gluon.HybridBlock) and type(model).forward is mx.gluon.HybridBlock.forward:
+        return functools.partial(model.hybrid_forward, mx.nd, **model._reg_params)
     return model.forward
-
-
-def join_arrays(arrays: list[Any]) -> Any:
-    """Arrays of either of MXNet's kinds as one."""
-    if isinstance(arrays[0], mx.np.ndarray):
-        return mx.np.concatenate(arrays, axis=0)
-    return mx.nd.concat(*arrays, dim=0)
 
 
 def own_meter(metric: Any) -> MetricCalls | None:

@@ -13,6 +13,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.amounts import count_of
+from manyhands.backends.mxnet.parallel import blocks_of
 from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
@@ -115,7 +116,7 @@ def _cure(model: Any, inputs: Batch) -> str:
     kind = np.dtype(inputs[0].dtype).name
     if "float" not in kind:
         return f". If these {kind} are not numbers of words, give floating-point numbers, X.astype('float32')"
-    convolutions = any(isinstance(layer, gluon.nn.Conv2D) for layer in replicas.layers(model))
+    convolutions = any(isinstance(layer, gluon.nn.Conv2D) for layer in blocks_of(model))
     if convolutions and len(inputs[0].shape) == 3:
         return ". A convolution takes images with an axis of channels: give X[:, np.newaxis]"
     return ""

@@ -23,6 +23,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.nn.conv_layers import _Conv
 from numpy.typing import NDArray
 
+from manyhands.backends.mxnet.parallel import blocks_of
 from manyhands.training.checkpoints import tensors
 
 
@@ -37,13 +38,6 @@ def distinct(model: Any) -> list[gluon.Parameter]:
     return list({id(parameter): parameter for parameter in parameters(model).values()}.values())
 
 
-def layers(block: Any) -> Iterator[Any]:
-    """The block and all blocks in it."""
-    yield block
-    for child in block._children.values():
-        yield from layers(child)
-
-
 def statistics(model: Any) -> list[gluon.Parameter]:
     """Running statistics, as those of BatchNorm: parameters without gradients."""
     return [
@@ -56,7 +50,7 @@ def statistics(model: Any) -> list[gluon.Parameter]:
 def normalises(model: Any) -> bool:
     """Whether a layer takes statistics over its shard: of a single sample there are none."""
     kinds = gluon.nn.basic_layers._BatchNorm
-    return any(isinstance(layer, kinds) and not layer._kwargs["use_global_stats"] for layer in layers(model))
+    return any(isinstance(layer, kinds) and not layer._kwargs["use_global_stats"] for layer in blocks_of(model))
 
 
 @contextlib.contextmanager
@@ -126,7 +120,7 @@ def initialise(net: Any, seed: int | None = None, *, only: Sequence[gluon.Parame
     """
     generator = np.random.Generator(np.random.Philox(seed))
     wanted = None if only is None else set(map(id, only))
-    drawn = [layer for layer in layers(net) if isinstance(layer, (nn.Dense, _Conv))]
+    drawn = [layer for layer in blocks_of(net) if isinstance(layer, (nn.Dense, _Conv))]
     here = {id(parameter) for layer in drawn for parameter in (layer.weight, layer.bias)}
     for name, parameter in parameters(net).items():
         if parameter._data is None and not parameter._deferred_init:

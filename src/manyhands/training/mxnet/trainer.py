@@ -71,9 +71,7 @@ class Trainer(BaseTrainer):
     def _own_meter(self, metric: Any) -> MetricCalls | None:
         return evaluation.own_meter(metric)
 
-    @staticmethod
-    def _join_arrays(arrays: list[Any]) -> Any:
-        return evaluation.join_arrays(arrays)
+    _join_arrays = staticmethod(backend.join)
 
     def _inputs_of(self, model: Any, targets: bool | None) -> ModelInputs:
         checks.check_block(model)
