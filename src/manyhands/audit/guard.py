@@ -6,7 +6,6 @@ therefore silent; so is a line with the comment ``# manyhands: wait-ok <reason>`
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from collections import Counter
@@ -128,5 +127,4 @@ def assert_no_stalls() -> Iterator[Seen]:
 
 def _hooks() -> list[Any]:
     """The hooks of the frameworks that are imported."""
-    imported = [framework for framework in FRAMEWORKS if framework in sys.modules]
-    return [importlib.import_module(f"manyhands.audit.{framework}.hooks") for framework in imported]
+    return [watch.hooks_of(framework) for framework in FRAMEWORKS if framework in sys.modules]

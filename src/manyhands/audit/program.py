@@ -19,13 +19,12 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from manyhands import files
 from manyhands.audit import sites, speeds, watch
 from manyhands.audit.recorder import Recorder
 from manyhands.audit.reports import report
-from manyhands.audit.wrapping import StepListeners
 from manyhands.device import FRAMEWORKS
 
 _MORE = {"torch": "manyhands.audit.torch.busy"}  # what one framework has beyond its hooks
@@ -110,7 +109,7 @@ def framework_imports(import_framework: Callable[[str], None]) -> Iterator[None]
     def then(name: str) -> None:
         if name == "keras":  # which may import TensorFlow, or be imported by it
             if "tensorflow" in seen:
-                importlib.import_module("manyhands.audit.tensorflow.hooks").wrap_steps()
+                watch.hooks_of("tensorflow").wrap_steps()
             return
         seen.add(name)
         import_framework(name)
@@ -129,53 +128,24 @@ def framework_imports(import_framework: Callable[[str], None]) -> Iterator[None]
 # What is recorded of a framework
 
 
-class Hooks(Protocol):
-    """The module ``hooks`` of a framework."""
-
-    steps: StepListeners
-
-    def install(self) -> None:
-        """Wrap every call that waits, once."""
-
-    def stand_in(self) -> None:
-        """Let the CPU stand in for a GPU from now on."""
-
-    def used_device(self) -> bool:
-        """Whether the program used a GPU, or what stands in for one."""
-
-
-def hooks(framework: str) -> Hooks:
-    """The hooks of a framework, which is imported with them."""
-    return cast(Hooks, importlib.import_module(f"manyhands.audit.{framework}.hooks"))
-
-
-def connect(framework: str, on_step: Callable[[object, bool], None], *, stand_in: bool) -> None:
-    """Install a framework's hooks, with one listener for its steps."""
-    module = hooks(framework)
-    if stand_in:
-        module.stand_in()
-    module.install()
-    module.steps.listen(on_step)
-
-
 def begin_recording(framework: str, recorder: Recorder, warmup: int, at_step: list[Callable[[int], None]]) -> None:
     """Record what a program does with a framework from now on."""
-    connect(framework, lambda who, loop: recorder.step(who, loop=loop), stand_in=recorder.speeds is not None)
+    hooks = watch.hooks_of(framework)
+    if recorder.speeds is not None:
+        hooks.stand_in()
+    hooks.install()
+    hooks.steps.listen(lambda who, loop: recorder.step(who, loop=loop))
     if framework in _MORE:
-        _more(framework).begin(recorder, warmup, at_step)
+        importlib.import_module(_MORE[framework]).begin(recorder, warmup, at_step)
 
 
 def end_recording(framework: str, recorder: Recorder) -> None:
     """Stop, and record what is known only at the end."""
-    module = hooks(framework)
-    module.steps.stop()
-    recorder.used_device |= module.used_device()
+    hooks = watch.hooks_of(framework)
+    hooks.steps.stop()
+    recorder.used_device |= hooks.used_device()
     if framework in _MORE:
-        _more(framework).end(recorder)
-
-
-def _more(framework: str) -> Any:
-    return importlib.import_module(_MORE[framework])
+        importlib.import_module(_MORE[framework]).end(recorder)
 
 
 # Running the program as Python does

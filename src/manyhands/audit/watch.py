@@ -7,13 +7,14 @@ so that they cost next to nothing without a sink.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from manyhands.audit import sites
 from manyhands.audit.cure import Stall
@@ -82,6 +83,15 @@ def here(sink: Sink) -> Iterator[None]:
         with _lock:
             _scopes -= 1
             _update()
+
+
+def hooks_of(framework: str) -> Any:
+    """The hooks of a framework, which is imported with them.
+
+    ``install()`` wraps every call that waits, once; ``stand_in()`` lets the CPU stand in for a GPU from then on;
+    ``used_device()`` says whether the program used either. ``steps`` tells listeners of every step.
+    """
+    return importlib.import_module(f"manyhands.audit.{framework}.hooks")
 
 
 def sinks() -> tuple[Sink, ...]:

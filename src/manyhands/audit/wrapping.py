@@ -77,6 +77,10 @@ class Installation:
         """Whether there is a device whose waits can be seen."""
         return self.on_cpu or self._gpu_count() > 0
 
+    def used_device(self) -> bool:
+        """Whether the program could use a GPU, or what stands in for one."""
+        return self.stands_in or self._gpu_count() > 0
+
     def begins(self) -> bool:
         """Whether this is the first time, so that everything has to be wrapped; it stays wrapped."""
         with self._lock:

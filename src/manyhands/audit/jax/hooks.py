@@ -41,7 +41,7 @@ def used_device() -> bool:
     """Whether the program could use a GPU, or what stands in for one."""
     if not backends_are_initialized():  # asking JAX for its devices would start it
         return False
-    return installation.stands_in or _gpu_count() > 0
+    return installation.used_device()
 
 
 def install() -> None:

@@ -22,12 +22,7 @@ def on_device(value: Any) -> bool:
 
 
 installation = Installation("mxnet", on_device, devices.virtual_count, mx.context.num_gpus)
-stand_in = installation.stand_in
-
-
-def used_device() -> bool:
-    """Whether the program could use a GPU, or what stands in for one."""
-    return installation.stands_in or mx.context.num_gpus() > 0
+stand_in, used_device = installation.stand_in, installation.used_device
 
 
 def install() -> None:

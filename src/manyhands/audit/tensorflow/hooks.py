@@ -33,12 +33,7 @@ def _gpu_count() -> int:
 
 
 installation = Installation("tensorflow", on_device, devices.virtual_count, _gpu_count)
-stand_in = installation.stand_in
-
-
-def used_device() -> bool:
-    """Whether the program could use a GPU, or what stands in for one."""
-    return installation.stands_in or _gpu_count() > 0
+stand_in, used_device = installation.stand_in, installation.used_device
 
 
 def install() -> None:
