@@ -26,7 +26,7 @@ from manyhands.training.evaluation.metrics import PendingOutputs, batch_size_for
 from manyhands.training.jax.objective import Objective, is_dict
 from manyhands.training.jax.skeleton import PARTS, Skeleton, by_name, refill
 from manyhands.training.jax.step import Programs, Resident, State, StepInput, mean_of, sums_of
-from manyhands.training.jax.world import World, sent
+from manyhands.training.jax.world import World, from_first, sent
 from manyhands.training.learner import Take
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
@@ -77,7 +77,7 @@ class Evaluation:
         outputs.finish()
 
     def from_first(self, data: bytes) -> bytes:
-        return self.world.from_first(data)
+        return from_first(data)
 
     def _batches(self) -> Iterator[tuple[Window, StepInput]]:
         """Every batch in the order of the data, divided over the devices."""
@@ -111,15 +111,15 @@ def first_numbers(skeleton: Skeleton, model: nnx.Module, world: World, *, double
     """The first process's values of the model, on all devices: other processes may have drawn other weights."""
     numbers: State = dict(skeleton.numbers(model))
     if world.size > 1:
-        numbers = {part: _from_first_process(tree, world) for part, tree in numbers.items()}
+        numbers = {part: _from_first_process(tree) for part, tree in numbers.items()}
     if double:
         numbers = jax.tree.map(_double, numbers)
     return {part: world.put_copy(numbers[part]) for part in PARTS}
 
 
-def _from_first_process(tree: Any, world: World) -> Any:
+def _from_first_process(tree: Any) -> Any:
     leaves = by_name(tree)
-    return refill(tree, tensors.arrays_for(world.from_first(tensors.pack(leaves)), leaves, "numbers of another model"))
+    return refill(tree, tensors.arrays_for(from_first(tensors.pack(leaves)), leaves, "numbers of another model"))
 
 
 def _double(leaf: Any) -> Any:

@@ -34,7 +34,7 @@ from manyhands.training.jax.step import (
     sums_of,
     totals_of,
 )
-from manyhands.training.jax.world import World, resident, sent
+from manyhands.training.jax.world import World, from_first, resident, sent
 from manyhands.training.learner import NO_AVERAGE, Saved, Take, check_average, named_rates, share
 from manyhands.training.options import Settings
 from manyhands.training.running_sums import Totals
@@ -241,7 +241,7 @@ class JaxLearner:
         self.state[part] = self.world.put_copy(refill(self.state[part], numbers))
 
     def from_first(self, data: bytes) -> bytes:
-        return self.world.from_first(data)
+        return from_first(data)
 
     def all_have(self, number: int) -> bool:
         return self.world.all_have(number)

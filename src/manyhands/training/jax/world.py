@@ -154,10 +154,6 @@ class World:
 
         return jax.tree.map(divide, tree)
 
-    def from_first(self, data: bytes) -> bytes:
-        """The bytes that the first process has."""
-        return from_first(data)
-
     def all_have(self, number: int) -> bool:
         """Whether every process has this number (32 bits)."""
         if self.size == 1:
@@ -167,6 +163,7 @@ class World:
 
 
 def from_first(data: bytes) -> bytes:
+    """The bytes that the first process has."""
     if jax.process_count() == 1:
         return data
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
