@@ -27,7 +27,7 @@ from manyhands.book import NAMES, models, recipes
 from manyhands.book.recipes import Predictor, Recipes
 from manyhands.book.vocabulary import *  # noqa: F403
 from manyhands.training.checkpoints import tensors
-from manyhands.training.jax import linen, world
+from manyhands.training.jax import checks, linen, world
 from manyhands.training.jax import trainer as _trainer
 from manyhands.training.jax.objective import cross_entropy
 from manyhands.training.jax.skeleton import Skeleton, by_name, for_evaluation, refill, to_double
@@ -205,6 +205,8 @@ class _Recipes(Recipes):
     def in_float64(self, make: Callable[[], Any], data: Any) -> Iterator[nnx.Module]:
         with jax.enable_x64(True):
             net = make()
+            if linen.is_linen(net):
+                net = linen.as_nnx(net, linen.variables_of(net, *checks.first_inputs(net, data), 0), 0)
             to_double(net)
             yield net
 

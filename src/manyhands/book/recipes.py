@@ -19,7 +19,7 @@ from manyhands.placement.moves import Placement
 from manyhands.placement.verbs import Verbs
 from manyhands.training.checkpoints import store
 from manyhands.training.checkpoints.run_folder import RunFolder
-from manyhands.training.data import fashion_mnist, sources
+from manyhands.training.data import fashion_mnist
 from manyhands.training.data.fashion_mnist import FashionMnist, Images
 from manyhands.training.data.sources import Arrays, as_numpy
 from manyhands.training.loss.own_step import default
@@ -148,8 +148,6 @@ class Recipes:
     predictors: Callable[[Any, Sequence[Any]], AbstractContextManager[Sequence[Predictor]]]
     # An array of the user's or of NumPy as the framework's.
     native: Callable[[Any], Any]
-    # The data of a user's script, as Trainer.fit takes them.
-    source_of: Callable[[Any], Any] = staticmethod(sources.source)
 
     def source(self, part: Images, batch_size: int | None, *, shuffle: bool) -> Any:
         """A part of Fashion-MNIST, as ``Trainer.fit`` takes it."""

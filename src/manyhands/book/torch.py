@@ -27,7 +27,7 @@ from manyhands.training.data.fashion_mnist import Images
 from manyhands.training.data.sources import as_it_is
 from manyhands.training.loss.own_step import default
 from manyhands.training.torch import trainer as _trainer
-from manyhands.training.torch.data.sources import Arrays, scale_images, source
+from manyhands.training.torch.data.sources import Arrays, scale_images
 from manyhands.training.torch.ranks import world
 from manyhands.training.torch.state import job_state
 from manyhands.training.torch.state.module_state import evaluation_mode
@@ -134,7 +134,6 @@ class _Recipes(Recipes):
     backend = _backend
     trainer = Trainer
     scale_images = staticmethod(scale_images)
-    source_of = staticmethod(source)
     from_first = staticmethod(world.from_first)
     native = staticmethod(as_it_is)
 

@@ -7,7 +7,6 @@ of the data: in sorted data the first ones may all have the same length.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -46,8 +45,7 @@ def run(
     """
     framework = flags.framework_or_first(framework)
     recipes = _recipes.of(framework)
-    mh: Any = importlib.import_module(f"manyhands.{framework}")
-    mh.Trainer(1, devices=f"cpu:{devices}")  # creates the devices before anything is computed
+    recipes.trainer(1, devices=f"cpu:{devices}")  # creates the devices before anything is computed
     make, data, loss = _subject(model, recipes)
     print(f"{'steps':>5} {'devices':>7} {'shares':<12} {'difference':>10} {'limit':>7}")
     worst = 0.0
@@ -73,10 +71,11 @@ def _subject(text: str, recipes: Recipes) -> tuple[Callable[[], Any], Any, Any]:
         raise BadSettings(f"{text!r} is neither one of {', '.join(MODELS)} nor script.py:function")
     make = script.maker(text)
     _, given, loss = make()
-    data = recipes.source_of(given)
-    if not hasattr(data, "spread"):
-        raise BadSettings("parity needs the data as (X, y) arrays, not as a loader or a data set")
-    return lambda: make()[0], data, loss
+    trainer = recipes.trainer(1)
+    trainer.prepare_data(given)
+    if not hasattr(trainer.train_source, "spread"):
+        raise BadSettings("parity needs the data as arrays, (X, y), not as a loader or a data set")
+    return lambda: make()[0], trainer.train_source, loss
 
 
 def compare(
