@@ -189,7 +189,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         ([f"{script}:broken"], "the model cannot be run on this batch"),
         ([f"{script}:make", "--model", "mlp"], "give one of them"),
         (["--profile", script], "is not a profile of manyhands: no JSON"),
-        (["--profile", stored, "--model", "mlp"], "a profile has its own model"),
+        (["--profile", stored, "--model", "mlp"], "a profile has its own model, precision"),
         (["--link", "wire"], "is not known"),
         ([f"{script}:other"], "a model of type int: forecast measures models of PyTorch and JAX"),
         (["--plot", str(tmp_path / "none" / "p.png")], "there is no folder"),

@@ -79,8 +79,8 @@ def run(
         name, net, batch, loss = _subject(script, model, framework, batch_size)
         forecast = measured.forecast(net, batch, loss=loss, **{**how, "devices": how["devices"] or DEVICES})
         forecast = replace(forecast, profile=replace(forecast.profile, name=name))
-    elif own := script or model:
-        raise BadSettings(f"--profile {profile} and {own}: a profile has its own model")
+    elif own := script or model or framework or how["optimizer"] or how["precision"].removeprefix("auto"):
+        raise BadSettings(f"--profile {profile} and {own}: a profile has its own model, precision and optimizer")
     else:
         stored = Profile.load(profile)
         devices = how["devices"] or [count * stored.devices for count in DEVICES]
