@@ -146,6 +146,9 @@ class Module(recipes.Module, keras.Model):  # type: ignore[misc]
         """The mean loss over the samples; cross-entropy of class scores where a subclass says nothing else."""
         return tf.reduce_mean(cross_entropy(y_hat, y))
 
+    def build(self, *shapes: Any) -> None:
+        """The layers within are built when they are called; Keras would try it beforehand, and warn that it failed."""
+
     @default
     def call(self, X: Any, *more: Any) -> Any:
         """Keras hands ``training`` on to the layers within."""
