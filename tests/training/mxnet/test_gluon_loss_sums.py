@@ -15,6 +15,7 @@ from gluon_cases import CLASSES, contexts, fit, mlp, rows, sequential, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 
+from manyhands.book.mxnet import MODELS
 from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadSettings
 from manyhands.mxnet import LossSum
@@ -142,6 +143,14 @@ def test_the_trial_of_a_loss_leaves_the_model_as_it_is() -> None:
         if parameter.grad_req != "null":
             assert not parameter.data()._fresh_grad
             assert not parameter.grad().asnumpy().any()
+
+
+def test_a_loss_behind_max_pooling_is_tried() -> None:
+    """In evaluation mode oneDNN keeps nothing of what its gradient needs."""
+    images = np.random.default_rng(0).random((32, 1, 28, 28), np.float32), np.arange(32) % 10
+    net = MODELS["lenet"]()
+    checks.make_parameters(net, source(images), 0)
+    assert checks.check_loss(net, Objective(net, softmax), source(images)) == []
 
 
 def test_what_is_not_checked_is_noted() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 from manyhands.backends.mxnet import devices as backend
+from manyhands.backends.mxnet.parallel import blocks_of
 from manyhands.errors import BadSettings
 from manyhands.training import launcher, refusals
 from manyhands.training.data.labels import ClassLabels, Look, check_sources
@@ -81,26 +82,30 @@ def check_labels(objective: Objective, *sources: Source | None) -> Look | None:
 def check_loss(model: Any, objective: Objective, data: Source) -> list[str]:
     """Refuse a loss that is not a mean over samples; notes if that could not be checked.
 
-    The model is in evaluation mode, and gradients are not written to its parameters. MXNet's random numbers are not put
-    back: every step of such a job seeds them.
+    A model with dropout or statistics is in evaluation mode; all others are not, for there MXNet's max pooling keeps
+    nothing of what its gradient needs, which is then any number. Gradients are not written to the parameters. MXNet's
+    random numbers are not put back: every step of such a job seeds them.
     """
-    trained = [parameter.list_data()[0] for parameter in replicas.distinct(model) if parameter.grad_req != "null"]
+    parameters = replicas.distinct(model)
+    trained = [parameter.list_data()[0] for parameter in parameters if parameter.grad_req != "null"]
+    drops = any(getattr(layer, name, 0) for layer in blocks_of(model) for name in ("_rate", "_dropout"))
+    training = not drops and len(trained) == len(parameters)
 
     def compute(arrays: Arrays, rows: Sequence[int]) -> Pass:
         batch = arrays.prepare(tuple(map(replicas.native, arrays.rows(rows))))
-        return _pass(objective, laid_for(model, batch), trained)
+        return _pass(objective, laid_for(model, batch), trained, training)
 
     precisions = {np.dtype(array.dtype).name for array in trained}
     own, weigh = objective.loss is None, not objective.is_gluons  # how labels weigh in Gluon's losses is known
     return loss_trial.check_source(data, compute, precisions=precisions, own_step=own, labels_weigh=weigh)
 
 
-def _pass(objective: Objective, batch: Batch, trained: Sequence[Any]) -> Pass:
-    with autograd.record(train_mode=False):
+def _pass(objective: Objective, batch: Batch, trained: Sequence[Any], training: bool) -> Pass:
+    with autograd.record(train_mode=training):
         loss = objective(batch, training=True)
         # MXNet wants to see each parameter in what it differentiates, and not every one need be used.
         head = sum((0 * array.sum().astype(loss.total.dtype) for array in trained), loss.total)
-    gradients = [array.asnumpy().astype(np.float64) for array in autograd.grad(head, trained, train_mode=False)]
+    gradients = [array.asnumpy().astype(np.float64) for array in autograd.grad(head, trained, train_mode=training)]
     count = len(batch[0]) if loss.count is None else float(loss.count.asnumpy().reshape(()))
     return Pass([Term(float(loss.total.asnumpy().reshape(())), count, gradients)])
 
