@@ -113,15 +113,11 @@ def test_what_cannot_be_true_is_measured_again_and_then_refused(
     assert said in (result.finding.conclusion if result.finding else result.why)
 
 
-def test_a_machine_that_was_loaded_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_machine_is_measured_again_and_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter((5.0, 80.0, 5.0, 5.0))
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(seen))
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: next(seen, 80.0))
     assert process.perform(_unlike(1.5, 1.5), Bench(Module(), "torch", quick=True)).status == "done"
     assert next(seen, None) is None
-
-
-def test_a_loaded_machine_gives_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 80.0)
     result = process.perform(_unlike(1.5), Bench(Module(), "torch", quick=True))
     assert (result.status, result.finding) == ("not measured", None)
     assert result.why.startswith("the machine is busy: other programs use 80% of the CPU, and 30% is the most")

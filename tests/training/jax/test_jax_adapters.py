@@ -15,7 +15,8 @@ from jax_cases import CLASSES, Net, difference, fit, numbers, same, vectors
 from test_jax_exact import weighted
 
 from manyhands import jax as mh
-from manyhands.cli import main
+from manyhands.book.jax import BOOK
+from manyhands.cli import parity
 from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import store, tensors
 from manyhands.training.jax.skeleton import Skeleton, by_name
@@ -192,22 +193,14 @@ def test_a_linen_module_gets_the_weights_of_a_run(tmp_path: Path) -> None:
         mh.load_weights(module, tmp_path / "run")
 
 
-SCRIPT = """
-import numpy as np
-from flax import linen
-
-class Words(linen.Module):
+class WordsAndMore(linen.Module):
     @linen.compact
-    def __call__(self, words):
-        return linen.Dense(3)(linen.Embed(7, 4)(words).mean(1))
-
-def make():
-    random = np.random.default_rng(0)
-    return Words(), {"words": random.integers(7, size=(20, 5)), "label": random.integers(3, size=20)}
-"""
+    def __call__(self, words: Any, X: Any) -> Any:
+        return linen.Dense(CLASSES)(linen.Embed(7, 4)(words) + linen.Dense(4)(X))
 
 
-def test_parity_of_a_linen_module_with_dicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    code = main(["parity", f"{tmp_path / 'script.py'}:make", "--framework", "jax", "--devices", "2"])
-    assert code == 0, capsys.readouterr()
+def test_parity_of_a_linen_module_with_dicts() -> None:
+    (X, y), trainer = vectors(20), BOOK.trainer(1)
+    trainer.prepare_data({"words": np.arange(20) % 7, "X": X, "label": y})
+    ((_, _, apart),) = parity.compare(BOOK, WordsAndMore, trainer.train_source, 2)
+    assert apart <= parity.LIMIT

@@ -90,16 +90,13 @@ def test_accuracy(numpy_like: bool) -> None:
 
 
 class Product(mx.gluon.HybridBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = self.params.get("scale", shape=(1, 1), init="ones")
-
     def hybrid_forward(self, F: Any, left: Any, right: Any, scale: Any) -> Any:
         return F.broadcast_mul(left, scale) * right
 
 
 def test_a_hybrid_block_says_how_many_inputs_it_takes() -> None:
     (X, _), model = vectors(10), Product()
+    model.scale = model.params.get("scale", shape=(1, 1), init="ones")
     model.initialize()
     predicted = mh.Trainer(1, devices="cpu", quiet=True).predict(model, (X, X))
     np.testing.assert_allclose(predicted.asnumpy(), X * X, rtol=1e-6)
