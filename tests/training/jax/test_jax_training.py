@@ -226,7 +226,6 @@ def test_devices_of_several_kinds() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"optimizer": "adma"}, "Did you mean 'adamax'"),
         ({"optimizer": lambda rate: rate}, "has to return an optimizer"),
         ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, r"\.gradient_transformation\(\)"),
         ({"optimizer": nnx.Optimizer(Net(), optax.sgd(0.1), wrt=nnx.Param)}, r"its \.tx"),

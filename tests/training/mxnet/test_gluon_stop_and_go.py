@@ -12,13 +12,12 @@ pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
 
 import mxnet as mx
 import numpy as np
-from gluon_cases import contexts, fit, mlp, rows, same, vectors
+from gluon_cases import fit, mlp, rows, same, vectors
 from mxnet import gluon
 from mxnet.gluon import nn
 from safetensors.numpy import load
 
 from manyhands.cli.parity import largest_difference
-from manyhands.errors import WrongCheckpoint
 from manyhands.training.checkpoints import store, tensors
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.mxnet import replicas
@@ -138,13 +137,3 @@ def test_a_checkpoint_without_an_optimizer_begins_with_a_fresh_one(tmp_path: Pat
     replicas.restore_model(begun, tensors.pack(weights))
     again, _ = fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")
     assert not same(again, weights)
-
-
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    fit(mlp(), vectors(), 1, run=tmp_path / "run")
-    other = nn.Dense(3, in_units=6)
-    with pytest.raises(WrongCheckpoint, match=r"weights of another model: .*missing"):
-        fit(other, vectors(), 2, run=tmp_path / "run", resume="auto")
-    assert other.weight.list_ctx() == contexts(1)  # it is home again
-    with pytest.raises(WrongCheckpoint, match="optimizer SGD, this job has Adam"):
-        fit(mlp(), vectors(), 2, run=tmp_path / "run", resume="auto", optimizer="adam")
