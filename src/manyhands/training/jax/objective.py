@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from manyhands.errors import BadBatch, BadSettings, ManyhandsError, type_in_words
+from manyhands.errors import BadBatch, BadSettings, ManyhandsError
 from manyhands.training import refusals
 from manyhands.training.data.labels import ClassLabels
 from manyhands.training.data.roles import LABELS, input_count
@@ -130,8 +130,9 @@ class Supervised:
         output = output_of(model, *arguments_of(model, batch))
         if loss is cross_entropy and not (isinstance(output, jax.Array) and isinstance(target, jax.Array)):
             raise BadSettings(
-                f"{type(model).__name__} answers with {type_in_words(output)}, the target is {type_in_words(target)}, "
-                "and the default loss, cross-entropy, takes class scores and classes: give the trainer loss="
+                f"{type(model).__name__} answers with {refusals.in_words(output)}, the target is "
+                f"{refusals.in_words(target)}, and the default loss, cross-entropy, takes class scores and classes: "
+                "give the trainer loss="
             )
         if self.labels is not None:
             self.labels.learn(output.shape)
