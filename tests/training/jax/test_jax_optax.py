@@ -91,11 +91,11 @@ def test_what_is_refused(given: dict[str, Any], said: str) -> None:
 
 class Words(nnx.Module):
     def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.embed, self.last = nnx.Embed(7, 4, rngs=rngs), nnx.Linear(4, CLASSES, rngs=rngs)
+        self.embed, self.last = nnx.Embed(7, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, CLASSES, rngs=nnx.Rngs(1))
+        self.attend = nnx.MultiHeadAttention(2, 4, decode=False, dropout_rate=0.1, rngs=nnx.Rngs(2))
 
     def __call__(self, words: Any) -> Any:
-        return self.last(self.embed(words).mean(1))
+        return self.last(self.attend(self.embed(words)).mean(1))
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -153,6 +153,9 @@ def for_training(model: nnx.Module, skeleton: Skeleton) -> nnx.Module:
     """The model in training mode; layers that the caller has frozen stay in evaluation mode, unless all of them are."""
     if skeleton.all_evaluating:
         model.train()
+    for _, layer in nnx.iter_modules(model):
+        if getattr(layer, "deterministic", False) is None:  # the default of nnx.MultiHeadAttention
+            layer.deterministic = False
     linen.in_mode(model, training=True)
     return model
 
