@@ -7,7 +7,7 @@ from dataclasses import replace
 from json import dumps
 from typing import Annotated, Any
 
-from manyhands.book.recipes import MODELS
+from manyhands.book import recipes
 from manyhands.cli import flags
 from manyhands.cli import script as script_functions
 from manyhands.cli.flags import Count, File, Framework, Reads
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(
     script: Annotated[str, Reads(metavar="SCRIPT:MAKE")] | None = None,
     *,
-    model: Annotated[str, Reads(choices=MODELS)] | None = None,
+    model: Annotated[str, Reads(choices=recipes.MODELS)] | None = None,
     framework: Framework | None = None,
     batch_size: Count | None = None,
     input_rate: Count | None = None,
@@ -100,9 +100,10 @@ def _subject(text: str | None, name: str | None, framework: str | None, size: in
     """A name, model, batch and loss, from one of our models or from the user's script."""
     if text is None:
         framework = flags.framework_or_first(framework)
-        on_gpu = measured.of(framework).has_gpu()
-        name = name or ("resnet18" if on_gpu else "lenet")
-        return name, *measured.example(framework, name, size or (256 if on_gpu else 128)), None
+        method = measured.of(framework)
+        usual_name, usual_size = ("resnet18", 256) if method.has_gpu() else ("lenet", 128)
+        name = name or usual_name
+        return name, recipes.of(framework).model(name, 0), method.noise(size or usual_size), None  # only shapes count
     if name is not None:
         raise BadSettings(f"--model {name} and {text}: give one of them")
     model, batch, loss = script_functions.maker(text)()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.book import recipes
 from manyhands.errors import BadSettings, ManyhandsError, first_line
 from manyhands.forecast.forecast import Forecast
 from manyhands.forecast.links import Link
@@ -89,8 +88,3 @@ def framework_of(model: Any) -> str:
     if framework is None:
         raise BadSettings(f"a model of type {kind.__name__}: {_OTHERS}")
     return framework
-
-
-def example(framework: str, name: str, batch_size: int) -> tuple[Any, Any]:
-    """One of the models of ``manyhands train``, and a batch of noise for it: only shapes count."""
-    return recipes.of(framework).model(name, 0), of(framework).noise(batch_size)
