@@ -165,20 +165,20 @@ def names(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {getattr(action, "setting", action.dest): action.option_strings[-1] for action in actions}
 
 
-_TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(([^()]*)\)")
+_TOPIC = re.compile(r"(?:\b\w+=)?(?:\bmh\.)?\b(?:Step|Checkpoints|Workers|Limits)\(((?:[^()]|\([^()]*\))*)\)")
 
 
 def in_command_words(text: str, names: Mapping[str, str]) -> str:
     """Rewrite options in a message of the library as options of the command.
 
-    >>> flags = {"batch_size": "--batch-size", "on_nan": "--on-nan"}
-    >>> in_command_words("batch_size=10 is wrong: give batch_size=16, or step=mh.Step(on_nan='stop')", flags)
-    '--batch-size 10 is wrong: give --batch-size 16, or --on-nan stop'
+    >>> flags = {"batch_size": "--batch-size", "on_nan": "--on-nan", "shares": "--shares"}
+    >>> in_command_words("batch_size=10 is wrong: step=mh.Step(on_nan='stop'), Step(shares=(0.7, 0.3))", flags)
+    '--batch-size 10 is wrong: --on-nan stop, --shares 0.7, 0.3'
     """
-    option = rf"(?<![-\w/])({'|'.join(names)})=('[^']*'|\[[^\]]*\]|-?\w(?:[\w.+-]*\w)?)"
+    option = rf"(?<![-\w/])({'|'.join(names)})=('[^']*'|\[[^\]]*\]|\([^)]*\)|-?\w(?:[\w.+-]*\w)?)"
 
     def as_flag(match: re.Match[str]) -> str:
-        return " ".join([names[match[1]], match[2].strip("'")])
+        return " ".join([names[match[1]], match[2].strip("'()")])
 
     return re.sub(option, as_flag, _TOPIC.sub(r"\1", text))
 

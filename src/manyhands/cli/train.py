@@ -99,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
     chosen = {**(_ON_GPU if any(name.startswith("gpu") for name in devices) else _ON_CPU), **chosen}
     data = fashion_mnist.load(chosen["data"])
     chosen["data"] = str(Path(str(chosen["data"] or data.directory)).absolute())
-    if "epochs" not in (begun | asked) and (chosen["max_steps"] or chosen["max_time"] or data.subset):
-        chosen["epochs"] = None if chosen["max_steps"] or chosen["max_time"] else _EPOCHS_OF_SUBSET
+    if "epochs" not in (begun | asked) and (chosen["max_steps"] or data.subset):  # the cycle needs an end
+        chosen["epochs"] = None if chosen["max_steps"] else _EPOCHS_OF_SUBSET
 
     def say(text: object) -> None:
         if launcher.is_first():

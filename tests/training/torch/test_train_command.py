@@ -92,7 +92,7 @@ def test_without_matplotlib_there_is_a_result(
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-    options = ["--model", "mlp", "--epochs", "1", "--devices", "cpu", "--data", SMALL, "--run", str(tmp_path / "run")]
+    options = ["--model=mlp", "--max-time", "1", "--devices", "cpu", "--data", SMALL, "--run", str(tmp_path / "run")]
     assert main(["train", *options]) == 0
     *_, note, run, last = capsys.readouterr().out.splitlines()
     assert note == "no picture: the curves cannot be drawn: matplotlib is not installed. Run: pip install matplotlib"
