@@ -56,8 +56,8 @@ _EVERY = re.compile(r"(\d+)\s*(step|epoch)s?")
 def parse_seconds(duration: Any) -> float | None:
     """The seconds of a duration; None where it is none.
 
-    >>> parse_seconds("2h"), parse_seconds("1h30m"), parse_seconds(90), parse_seconds("soon")
-    (7200.0, 5400.0, 90.0, None)
+    >>> parse_seconds("2h"), parse_seconds("1h30m"), parse_seconds(90), parse_seconds("90"), parse_seconds("soon")
+    (7200.0, 5400.0, 90.0, 90.0, None)
     """
     if isinstance(duration, datetime.timedelta):
         duration = duration.total_seconds()
@@ -65,6 +65,7 @@ def parse_seconds(duration: Any) -> float | None:
         return float(duration) if 0 < float(duration) < math.inf else None
     if not isinstance(duration, str):
         return None
+    duration = f"{duration}s" if duration.strip().isdecimal() else duration  # the command has nothing but text
     if (clock := _CLOCK.fullmatch(duration.strip())) is not None:
         days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + rest) or None
