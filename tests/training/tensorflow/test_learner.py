@@ -99,7 +99,7 @@ def test_an_optimizer_of_the_callers_goes_on_with_what_it_remembers() -> None:
         fit(mlp(lambda: layers.Dense(2)), data, optimizer=kept)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:.*unbuilt state")
 def test_the_books_classes() -> None:
     class Net(mh.Module):
         def __init__(self, width: int = 8, lr: float = 0.1) -> None:
