@@ -50,16 +50,6 @@ def test_the_host_takes_part_in_a_measured_timeline() -> None:
     assert {"cpu compute 0", "gpu:0 copy out 0"} <= set(line.lanes())
 
 
-def test_explain_tells_memory_and_advice() -> None:
-    w, xs = torch.randn(64, 64, device=GPU) / 8, [torch.randn(64, 64, device=GPU) for _ in range(8)]
-    fast = mh.parallel(chains)
-    fast(xs, w)
-    told = fast.explain()
-    assert "peak memory:" in told
-    assert "8 independent, at 10 places: mm 64x64" in told
-    assert "why not faster:" in told
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("count", [1, 3])
 def test_two_gpus_in_one_function(count: int) -> None:

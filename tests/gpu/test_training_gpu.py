@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.book import torch as models  # noqa: E402
-from manyhands.errors import BadBatch, BadLabels  # noqa: E402
+from manyhands.errors import BadLabels  # noqa: E402
 from manyhands.training.callbacks.callback import (  # noqa: E402
     NO_CALLBACKS,
     Averaging,
@@ -208,21 +208,6 @@ def test_code_that_waits_only_outside_of_a_capture_is_captured() -> None:
     assert not torch.cuda.is_current_stream_capturing()
 
 
-def test_a_model_that_cannot_do_with_bfloat16_is_told_what_to_give() -> None:
-    class Laid(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, x: Any) -> Any:
-            scores = torch.zeros(len(x), 5, device=x.device)
-            scores[torch.arange(len(x), device=x.device)] = self.inner(x)
-            return scores
-
-    with pytest.raises(BadBatch, match="give precision='fp32'"):
-        mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(Laid(), (IMAGES, LABELS))
-
-
 def test_random_numbers_are_drawn_after_a_fallback() -> None:
     """Dropout in a model that reads a value: a capture that failed would have taken the GPU's random numbers along."""
 
@@ -296,33 +281,6 @@ def test_a_cpu_and_a_gpu_save_their_random_numbers(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) >= 1
 
 
-class Counting(torch.nn.Module):
-    """Halves its answer in every second step, by a number that Python counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.calls = net(), 0
-
-    def forward(self, X: Any) -> Any:
-        self.calls += 1
-        return self.net(X) / (1 + self.calls % 2)
-
-
-def test_python_that_a_graph_would_freeze() -> None:
-    weights = []
-    for optimize in ("auto", "off"):
-        model = Counting().double()
-        trainer = mh.Trainer(
-            2, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64", step=Step(optimize=optimize)
-        )
-        result = trainer.fit(model, (IMAGES, LABELS))
-        weights.append(model.state_dict())
-    assert difference(*weights) < 1e-10
-    model = Counting().double()
-    result = mh.Trainer(1, devices=["gpu:0"], batch_size=32, quiet=True, precision="fp64").fit(model, (IMAGES, LABELS))
-    assert any("Counting.calls changes from step to step" in note for note in result.notes)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_batch_that_is_left_out_in_a_graph(kind: Any) -> None:
     spoilt = IMAGES.clone()
@@ -352,27 +310,3 @@ def test_a_resumed_optimizer_has_the_memory_format_of_its_model(tmp_path: Path) 
 
     run(1, run=tmp_path / "run")
     assert difference(run(2, run=tmp_path / "run", resume="auto"), run(2)) < 1e-3
-
-
-def test_a_sum_and_its_count_in_a_graph() -> None:
-    """With a count on the device, and with a plain number: both can be captured."""
-    weight = torch.tensor([0.2, 1.0, 5.0, 1.0, 2.0], device="cuda")
-
-    def summed(scores: Any, y: Any) -> Any:
-        return mh.LossSum(torch.nn.functional.cross_entropy(scores, y, weight, reduction="sum"), weight[y].sum())
-
-    def of_samples(scores: Any, y: Any) -> Any:
-        return mh.LossSum(torch.nn.functional.cross_entropy(scores, y, reduction="sum"), len(y))
-
-    for loss, plain in (
-        (summed, lambda scores, y: torch.nn.functional.cross_entropy(scores, y, weight)),
-        (of_samples, torch.nn.functional.cross_entropy),
-    ):
-        losses = []
-        for one in (loss, plain):
-            torch.manual_seed(0)
-            trainer = mh.Trainer(2, devices=["gpu:0"], batch_size=32, precision="fp32", loss=one, quiet=True)
-            result = trainer.fit(net(), ((IMAGES, LABELS), (IMAGES, LABELS)))
-            assert any("one CUDA graph" in note for note in result.notes)
-            losses.append([result.rows[-1]["train_loss"], result.rows[-1]["val_loss"]])
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
