@@ -137,6 +137,8 @@ def test_a_path_that_cannot_be_a_run(bench: Bench) -> None:
         ({"lr": -0.1}, "lr=-0.1"),
         ({"precision": "16-mixed"}, "precision='16-mixed'.*'fp16'"),
         ({"precision": "32-true"}, "Did you mean 'fp32'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"gradient_clip_val": -1}, "gradient_clip_val=-1"),
         ({"resume": "auto"}, "resume='auto'.*run="),
         ({"run": 5}, "run=5: give the path"),
     ],

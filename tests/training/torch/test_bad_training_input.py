@@ -12,7 +12,7 @@ import torch
 from support import run_python
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from training_cases import CLASSES, Chunks, OneHot, Rows, difference, fit, mlp, same, vectors
+from training_cases import CLASSES, Batches, Chunks, OneHot, Rows, difference, fit, mlp, same, vectors
 
 from manyhands.errors import (
     BadBatch,
@@ -49,29 +49,11 @@ def test_a_loss_that_is_no_number(ranks: int) -> None:
     assert difference(fit(mlp(), vectors(), ranks)[0], fit(mlp(), vectors(), 1)[0]) <= 1e-12
 
 
-def test_a_loss_that_is_no_number_can_be_ignored() -> None:
-    for ranks in (1, 2):
-        with pytest.warns(UserWarning, match=r"step \d is not a number .*continuing"):
-            _, result = fit(mlp(), spoilt(17), ranks, batch_size=BATCH, max_epochs=2, step=Step(on_nan="continue"))
-        assert [row["samples"] for row in result.rows] == [40, 40]
-        assert result.rows[0]["train_loss"] is None
-
-
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
     "nadam": torch.optim.NAdam,
 }
-
-
-class Batches:
-    """Nothing but something to iterate over."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +120,6 @@ def test_labels_out_of_range() -> None:
         fit(mlp(), DataLoader(TensorDataset(X, y), batch_size=8, sampler=range(len(y))))
 
 
-def test_labels_that_begin_at_1() -> None:
-    X, y = vectors()
-    said = f"labels go from 1 to {CLASSES}, .* must be 0 to {CLASSES - 1}. If they begin at 1, subtract 1: y - 1"
-    with pytest.raises(BadLabels, match=said):
-        fit(mlp(), (X, y + 1))
-
-
 def test_labels_that_are_left_out_and_targets_that_are_no_labels() -> None:
     X, y = vectors()
     y[5] = -100
@@ -180,20 +155,6 @@ def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "ranks", [torch.device("cpu"), torch.device("cuda", 0)])
     with pytest.raises(WorkerFailed, match=r"rank 1 \(cuda:0\)"):
         trainer.fit(mlp(), vectors())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_epochs": 0}, {"max_epochs": 1.5}, {"batch_size": -1}, {"batch_size": 0}, {"batch_size": "many"},
-        {"lr": -1}, {"lr": float("nan")}, {"lr": "fast"}, {"seed": -1}, {"seed": "x"}, {"precision": "fp8"},
-        {"gradient_clip_val": -1}, {"gradient_clip_val": "x"}, {"loss": "msee"}, {"optimizer": "sdg"},
-        {"schedule": 0.1},
-    ],
-)  # fmt: skip
-def test_silly_settings(options: dict[str, Any]) -> None:
-    with pytest.raises(BadSettings, match=next(iter(options))):
-        fit(mlp(), vectors(), **options)
 
 
 def test_an_optimizer_of_another_model() -> None:
@@ -311,19 +272,7 @@ def test_an_error_that_is_not_of_the_data_stays_as_it_is() -> None:
         Trainer(1, batch_size=8, quiet=True, loss=loss).fit(Late(), (X, y))
 
 
-@pytest.mark.parametrize("data", [{"X": [1.0, 2.0]}, "text", (vectors()[0].tolist(), vectors()[1].tolist())])
-def test_what_is_no_data(data: Any) -> None:
-    with pytest.raises(NotATensor, match="cannot be read as data"):
-        Trainer(1, quiet=True).fit(mlp(), data)
-
-
 def test_a_part_of_a_dict_that_is_no_array() -> None:
     data = {"X": vectors()[0], "return_loss": True}
     with pytest.raises(NotATensor, match=r"'return_loss' of the dict is a bool.*: give a dict of arrays"):
         Trainer(1, quiet=True).fit(mlp(), data)
-
-
-@pytest.mark.parametrize("model", [nn.Linear, torch.relu])
-def test_what_is_no_model(model: Any) -> None:
-    with pytest.raises(BadSettings, match=r"cannot be trained: give a torch\.nn\.Module"):
-        Trainer(1, quiet=True).fit(model, vectors())

@@ -15,16 +15,12 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset, default_c
 from torch.utils.data.distributed import DistributedSampler
 from training_cases import CLASSES, Rows, difference, fit, mlp, vectors
 
-from manyhands.errors import BadBatch, BadSettings
+from manyhands.errors import BadBatch
 from manyhands.shares import sizes
 from manyhands.training.data.order import Window
-from manyhands.training.options import Settings, Step
+from manyhands.training.options import Step
 from manyhands.training.torch.data.batches import cut
 from manyhands.training.torch.data.sources import Arrays, Samples, Stream, source
-from manyhands.training.torch.job import Job
-from manyhands.training.torch.objective import objective_for
-from manyhands.training.torch.preflight.loss_trial import check_loss
-from manyhands.training.torch.ranks import global_batch_norm
 from manyhands.training.torch.ranks.gradient_sum import GradientSum
 
 
@@ -59,18 +55,6 @@ def test_statistics_and_sums_of_gradients_do_not_meet() -> None:
     one, _ = fit(LateBranch(), vectors(), 1, **options)
     two, _ = fit(LateBranch(), vectors(), 2, **options)
     assert difference(one, two) <= 1e-12
-
-
-def test_normalisation_has_a_group_of_its_own(alone: None) -> None:
-    model = mlp(norm=True)
-    global_batch_norm.use_global_statistics(model)
-    first = global_batch_norm._group
-    assert first not in (None, dist.group.WORLD)
-    global_batch_norm.use_global_statistics(model)
-    assert global_batch_norm._group is first
-    X, _ = vectors(8)
-    expected = mlp(norm=True)(X)
-    assert torch.allclose(model(X), expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -183,104 +167,6 @@ def test_shards_of_one_sample_go_to_a_neighbour() -> None:
 
 
 # The loss
-
-
-def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, target, reduction="sum")
-
-
-def averaged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, target)
-
-
-def job(loss: Any, data: Any, model: nn.Module | None = None, **options: Any) -> Job:
-    model = model or mlp(dropout=0.5)
-    return Job(model, objective_for(model, loss), source(data), None, Settings(1, 8, **options), torch.optim.SGD)  # type: ignore[arg-type]
-
-
-def with_ignored() -> tuple[torch.Tensor, torch.Tensor]:
-    X, y = vectors()
-    y[50] = -100
-    return X, y
-
-
-GOOD = [None, averaged, nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss(reduction="none")]
-WEIGHTED = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("loss", GOOD)
-def test_losses_that_are_means(loss: Any) -> None:
-    for data in (vectors(), Rows(), DataLoader(Rows(), 8, drop_last=True)):
-        tried = job(loss, data)
-        check_loss(tried.model, tried, 2, torch.device("cpu"))
-        assert tried.model.training
-
-
-@pytest.mark.parametrize(("loss", "data"), [(WEIGHTED, vectors()), (WEIGHTED, Rows()), (None, with_ignored())])
-def test_losses_that_are_taken_apart(loss: Any, data: Any) -> None:
-    tried = job(loss, data)
-    check_loss(tried.model, tried, 2, torch.device("cpu"))
-    assert tried.objective.sums is True
-
-
-@pytest.mark.parametrize(("loss", "data"), [(summed, vectors()), (summed, Rows())])
-def test_losses_that_are_no_means(loss: Any, data: Any) -> None:
-    tried = job(loss, data)
-    check_loss(tried.model, tried, 2, torch.device("cpu"))
-    assert tried.objective.rows is not None  # outputs and targets are gathered, and the sum is that of the whole batch
-    tried = job(loss, data, step=Step(accumulate=2))
-    with pytest.raises(BadSettings, match="accumulate"):
-        check_loss(tried.model, tried, 1, torch.device("cpu"))
-
-
-class Noisy(nn.Module):
-    """A loss that draws random numbers; and a step that counts."""
-
-    def __init__(self, factor: float = 0.0, reduction: str = "sum") -> None:
-        super().__init__()
-        self.net, self.factor, self.reduction, self.steps = mlp(), factor, reduction, 0
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        self.steps += 1
-        noise = self.factor * torch.randn_like(batch["X"])
-        return nn.functional.cross_entropy(self.net(batch["X"] + noise), batch["y"], reduction=self.reduction)
-
-
-class Dicts(Rows):
-    def __getitem__(self, number: int) -> Any:
-        return {"X": self.X[number], "y": self.y[number]}
-
-
-def test_the_loss_of_a_training_step() -> None:
-    tried = job(None, Dicts(), Noisy())
-    with pytest.raises(BadSettings, match="mean over the samples"):
-        check_loss(tried.model, tried, 2, torch.device("cpu"))
-    assert tried.model.steps == 0
-    for reduction in ("sum", "mean"):
-        noisy = job(None, Dicts(), Noisy(0.1, reduction))
-        check_loss(noisy.model, noisy, 2, torch.device("cpu"))
-        assert any("draws random numbers" in note for note in noisy.notes)
-
-
-class OfDicts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        assert type(batch) is dict
-        return nn.functional.cross_entropy(self.net(batch["X"]), batch["y"])
-
-
-def test_dict_batches() -> None:
-    expected, _ = fit(mlp(), vectors(), 1)
-    stream = DataLoader(Dicts(80), 16, drop_last=True)
-    for ranks in (1, 2):
-        weights, _ = fit(OfDicts(), Dicts(), ranks)
-        assert difference(expected, {name.removeprefix("net."): value for name, value in weights.items()}) <= 1e-12
-        fit(OfDicts(), stream, ranks, step=Step(accumulate=2))
-    with pytest.raises(BadBatch, match="a batch is a dict with 'X', 'y', and each part is given to the model by name"):
-        fit(mlp(), Dicts())
 
 
 def test_a_loss_that_refuses_autocast() -> None:

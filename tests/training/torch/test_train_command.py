@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import manyhands.training
-from manyhands.cli import main, train
-from manyhands.errors import BadShares
+from manyhands.cli import main
 from manyhands.training.checkpoints import store
 
 SMALL = str(Path(manyhands.training.__file__).parent / "data" / "fashion-mnist-small")
@@ -189,13 +188,6 @@ def test_a_stopped_run_has_its_code_and_goes_on(sent: signal.Signals, devices: s
     loaded = [store.load(run / "checkpoints") for run in runs.values()]
     assert [one.step for one in loaded] == [1000] * 2
     assert loaded[0].blobs["model"] == loaded[1].blobs["model"]
-
-
-def test_shares_are_read() -> None:
-    assert train.parse_shares("0.7,0.3") == [0.7, 0.3]
-    assert train.parse_shares("measured") == "measured"
-    with pytest.raises(BadShares):
-        train.parse_shares("a,b")
 
 
 SCRIPT = """

@@ -100,6 +100,16 @@ class Endless(IterableDataset[Any]):
         return iter(zip(X, y, strict=True))
 
 
+class Batches:
+    """Nothing but batches to iterate over."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
 class Chunks:
     """Nothing but something to iterate over: batches."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -12,16 +11,16 @@ from typing import Any
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
+from captured_cases import trained
 from cpu_recorder import CpuRecorder
 from test_captured_jobs import SGD, Lengths, Sums, sequences
 from torch import nn
-from training_cases import CLASSES, Rows, difference, mlp, vectors
+from training_cases import CLASSES, Batches, Rows, difference, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.training.options import Step
 from manyhands.training.torch.ranks import gradient_sum
 from manyhands.training.torch.step import steps
-from manyhands.training.torch.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -40,16 +39,11 @@ class WithUnused(nn.Module):
         return nn.functional.cross_entropy(scores, batch["labels"])
 
 
-class Batches:
+def batches(sizes: list[int], *, dicts: bool = False) -> Batches:
     """Batches of these sizes; every third one is marked."""
-
-    def __init__(self, sizes: list[int], *, dicts: bool = False) -> None:
-        X, y = vectors(sum(sizes))
-        pairs = enumerate(zip(X.split(sizes), y.split(sizes), strict=True))
-        self._batches = [{"x": x, "labels": y, "rare": n % 3 == 0} if dicts else (x, y) for n, (x, y) in pairs]
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)
+    X, y = vectors(sum(sizes))
+    pairs = enumerate(zip(X.split(sizes), y.split(sizes), strict=True))
+    return Batches([{"x": x, "labels": y, "rare": n % 3 == 0} if dicts else (x, y) for n, (x, y) in pairs])
 
 
 class Unfreeze(mh.Callback):
@@ -67,8 +61,8 @@ JOBS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "clip and accumulation": (mlp, Rows, {"gradient_clip_val": 0.1, "step": Step(accumulate=2)}),
     "a sum and a count": (Sums, vectors, {}),
     "a batch that is left out": (mlp, lambda: SPOILT, {"step": Step(on_nan="continue"), "optimizer": SGD}),
-    "a rank without samples": (mlp, lambda: Batches([8, 8, 1] * 6), {"batch_size": None}),
-    "unused parameters": (WithUnused, lambda: Batches([16] * 12, dicts=True), {"optimizer": SGD}),
+    "a rank without samples": (mlp, lambda: batches([8, 8, 1] * 6), {"batch_size": None}),
+    "unused parameters": (WithUnused, lambda: batches([16] * 12, dicts=True), {"optimizer": SGD}),
     "an average": (mlp, vectors, {"callbacks": [mh.EMA(0.9)]}),
     "unfreezing": (mlp, vectors, {"callbacks": [Unfreeze()], "optimizer": SGD, "batch_size": 8}),
     "lengths": (Lengths, lambda: sequences([5, 7] * 9), {"batch_size": 8}),
@@ -76,27 +70,16 @@ JOBS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def train(net: nn.Module, data: Any, options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    settings = {"max_epochs": 3, "batch_size": 16, "devices": ["cpu"], "precision": "fp64", "quiet": True, **options}
-    if "optimizer" not in settings:
-        settings["lr"] = 0.05
-    model = copy.deepcopy(net)
-    torch.manual_seed(0)
-    settings = {name: value for name, value in settings.items() if value is not None}
-    result = Trainer(**settings).fit(model, data)
-    return model.state_dict(), result
-
-
 def main() -> None:
     gradient_sum._FIRST_BUCKET = gradient_sum._BUCKET = 256  # bytes: several buckets
     for name in sys.argv[1:] or JOBS:
         make, data, options = JOBS[name]
         net = make()
-        plain, expected = train(net, data(), options)
+        plain, expected = trained(net, data(), **options)
         recorder = CpuRecorder()
         steps.recorder_for = lambda _: recorder if RANK == 0 or name != "one rank plain" else None  # noqa: B023
         try:
-            captured, result = train(net, data(), options)
+            captured, result = trained(net, data(), **options)
         finally:
             steps.recorder_for = lambda _: None
         pairs = zip(result.rows, expected.rows, strict=True)

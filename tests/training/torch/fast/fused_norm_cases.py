@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 
 class Net(nn.Module):
@@ -41,24 +40,8 @@ def convolution_in_the_shortcut(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.second(net.second(y) + y)
 
 
-def out_of_place(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return functional.relu(x + net.other(net.second(functional.relu(net.norm(x)))))
-
-
 def in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(net.other(net.second(functional.relu(net.norm(x), inplace=True))), inplace=True)
-
-
-def two_norms(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return functional.relu(net.norm(x) + net.other(net.second(x)))
-
-
-def before_activation(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return x + net.second(functional.relu(net.norm(x)))
-
-
-def no_relu(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return net.other(functional.gelu(net.norm(x)))
 
 
 def two_readers(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -68,10 +51,6 @@ def two_readers(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 def view_of_it(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(net.norm(x)[:, :, 2:])
-
-
-def norm_of_norm(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return functional.relu(net.other(net.norm(x)))
 
 
 def twice_the_same(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -123,32 +102,11 @@ def other_additions(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(y) + functional.relu(net.other(x) + 1) + functional.relu(net.other(x) + x.mean(0))
 
 
-def added_twice(net: Net, x: torch.Tensor) -> torch.Tensor:
-    y = net.norm(x)
-    y += x
-    y += net.second(x)
-    return functional.relu(y)
-
-
-def many_use_the_result(net: Net, x: torch.Tensor) -> torch.Tensor:
-    y = functional.relu(net.norm(x))
-    return functional.relu(net.other(net.second(y) + y)) + y
-
-
 def many_blocks(net: Net, x: torch.Tensor) -> torch.Tensor:
     """Gradients come to a ReLU from two sides, and go on to two sides."""
     for _ in range(3):
         x = residual(net, x)
     return net.second(x) + x
-
-
-def three_sides(net: Net, x: torch.Tensor) -> torch.Tensor:
-    y = functional.relu(net.norm(x))
-    return net.second(y) + net.second(y * 2) + y + functional.relu(net.other(y))
-
-
-def made_again(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(residual, net, x, use_reentrant=False)
 
 
 def other_numbers(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -169,11 +127,6 @@ def gradient_of_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
     return y * gradient.square().sum()
 
 
-def frozen(net: Net, x: torch.Tensor) -> torch.Tensor:
-    net.other.eval()
-    return residual(net, x)
-
-
 def reads_running_statistics(net: Net, x: torch.Tensor) -> torch.Tensor:
     y = net.norm(x)
     return functional.relu(y) * (1 + net.norm.running_mean.sum() + net.norm.running_var[0])
@@ -190,10 +143,9 @@ def for_its_statistics(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.relu(net.other(net.second(x)))
 
 
+# What is simpler is in random_norm_cases.py.
 WAYS = [
-    residual, convolution_in_the_shortcut, out_of_place, in_place, two_norms, before_activation, no_relu, two_readers,
-    view_of_it, norm_of_norm, twice_the_same, shortcut_changes, weight_changes, changes_past_autograd,
-    gradient_of_another, other_additions, added_twice, many_use_the_result, many_blocks,
-    three_sides, made_again, other_numbers, held, gradient_of_gradient, frozen,
-    reads_running_statistics, changes_running_statistics, for_its_statistics,
+    residual, convolution_in_the_shortcut, in_place, two_readers, view_of_it, twice_the_same, shortcut_changes,
+    weight_changes, changes_past_autograd, gradient_of_another, other_additions, many_blocks, other_numbers, held,
+    gradient_of_gradient, reads_running_statistics, changes_running_statistics, for_its_statistics,
 ]  # fmt: skip

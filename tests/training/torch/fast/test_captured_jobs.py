@@ -11,22 +11,12 @@ import torch
 from captured_cases import assert_as_plain, capturing, trained
 from torch import nn
 from torch.utils.data import DataLoader
-from training_cases import CLASSES, Chunks, Rows, convnet, difference, images, mlp, vectors
+from training_cases import CLASSES, Batches, Chunks, Rows, convnet, difference, images, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.training.options import Limits, Step
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-
-
-class Batches:
-    """Nothing but batches to iterate over."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)
 
 
 class Named(nn.Module):

@@ -6,6 +6,7 @@ import random
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from captured_cases import assert_as_plain, capturing, trained
@@ -25,6 +26,8 @@ class Stepping(nn.Module):
     def __init__(self, act: Any) -> None:
         super().__init__()
         self.net, self.act, self.calls = mlp(norm=True), act, 0
+        self.kept: list[int] = []
+        self.last, self.cache = torch.zeros(()), None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -38,12 +41,26 @@ def counts(model: Any, *_: Any) -> float:
     return 1 / (1 + model.calls % 2)
 
 
+def appends(model: Any, *_: Any) -> float:
+    model.kept.append(1)
+    return 1 / (1 + len(model.kept) % 2)
+
+
+def keeps(model: Any, _: int, loss: torch.Tensor) -> torch.Tensor:
+    before, model.last = model.last, loss.detach()
+    return 1 + before
+
+
 ACTS = {
     "the number is read": (lambda _, number, __: 1 + number % 2, "test_not_captured.py:"),
     "the number as an index": (lambda _, number, __: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0][number], "batch_idx"),
     "a value is read": (lambda _, __, loss: 1.0 if loss.item() > 0 else 2.0, "waits for the device"),
     "a counter": (counts, "Stepping.calls"),
+    "a list": (appends, "Stepping.kept"),
+    "a tensor of the step before": (keeps, "Stepping.last"),
     "a toss of Python's": (lambda *_: 1.0 if random.random() < 2 else 2.0, "Python's random"),
+    "a toss of NumPy's": (lambda *_: 1.0 if np.random.rand() < 2 else 2.0, "numpy.random"),
+    "a toss of the host's": (lambda *_: 1.0 if torch.rand([]).numpy() < 2 else 2.0, "the CPU's"),
 }
 
 
@@ -55,8 +72,14 @@ def test_a_step_that_cannot_be_captured_is_plain(act: str) -> None:
     assert said in next(note for note in result.notes if "the step: plain" in note)
 
 
-def test_a_number_that_is_not_read_is_no_obstacle() -> None:
-    captured, _ = assert_as_plain(Stepping(lambda *_: None), Rows())
+def caches(model: Any, *_: Any) -> Any:
+    model.cache = torch.ones(()) if model.cache is None else model.cache
+    return model.cache
+
+
+@pytest.mark.parametrize("act", [lambda *_: None, caches], ids=["nothing", "a cache"])
+def test_a_number_that_is_not_read_and_a_cache_are_no_obstacle(act: Any) -> None:
+    captured, _ = assert_as_plain(Stepping(act), Rows())
     assert captured.replays > 5
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,6 @@ def test_a_resumed_job_draws_what_it_would_have_drawn(ranks: int, tmp_path: Path
     again, resumed = fit(mlp(dropout=0.5), vectors(), ranks, run=tmp_path / "killed", resume="auto", **how)
     assert same(weights, again)
     assert rows(result) == rows(resumed)
-
-
-def test_an_update_of_pytorchs_own_costs_nothing() -> None:
-    net = mlp()
-    optimizer = torch.optim.AdamW(net.parameters())
-    draws = UpdateDraws(optimizer, torch.device("cpu"), 0, 0)
-    assert isinstance(draws.around_update(Turn(0)), nullcontext)
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert not isinstance(draws.around_update(Turn(0)), nullcontext)
 
 
 def test_two_updates_of_a_batch_draw_other_numbers() -> None:

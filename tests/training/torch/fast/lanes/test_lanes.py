@@ -6,7 +6,6 @@ which lane behind which marks; the checker proves that this order is enough.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from manyhands.book import torch as models
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
-from manyhands.training.torch.fast.lanes.eager import SideLanes, StepLanes
+from manyhands.training.torch.fast.lanes.eager import SideLanes
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -202,34 +201,3 @@ def test_a_wrong_schedule_is_refused() -> None:
     loss = loss_of(models.mlp())
     with pytest.raises(UnsafeSchedule, match="mm"), Careless(NoLanes(), 2):
         loss.backward()
-
-
-def test_ten_steps_are_equal_to_the_bit() -> None:
-    plain, other = pair(models.small_resnet)
-    for net in (plain, other):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = loss_of(net)
-            with SideLanes(NoLanes(), 2) if net is other else contextlib.nullcontext():
-                loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            optimizer.step()
-    assert_equal(plain.state_dict(), other.state_dict())
-
-
-def test_a_step_tells_its_lanes() -> None:
-    step_lanes = StepLanes(NoLanes(), max_held=1 << 20)
-    assert "no backward pass" in step_lanes.explain(3)[0]
-    for size in (3, 2):
-        loss = loss_of(models.lenet(), size)
-        with step_lanes.during_backward(size, compiled=False):
-            loss.backward()
-    text = "\n".join(step_lanes.explain(3))
-    assert "on 3 lanes" in text
-    assert "cpu compute 0 (main)" in text
-    assert "3 x product, weight" in text
-    assert step_lanes.during_backward(3, compiled=False) is not step_lanes.during_backward(2, compiled=False)
-    with step_lanes.during_backward(9, compiled=False):
-        torch.rand(2, requires_grad=True).sum().backward()
-    assert "nothing runs on side lanes" in step_lanes.explain(9)[0]

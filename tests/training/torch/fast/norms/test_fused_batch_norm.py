@@ -176,10 +176,9 @@ def test_layers_without_channels_last_are_left_alone() -> None:
     assert not norms.counts
 
 
-@pytest.mark.parametrize("make", [models.small_resnet, models.resnet18], ids=lambda make: make.__name__)
-def test_whole_nets(make: Callable[..., nn.Module]) -> None:
+def test_a_whole_net() -> None:
     torch.manual_seed(0)
-    net = make(3).double()
+    net = models.small_resnet(3).double()
     norms, apart = both(net, torch.rand(4, 1, 12, 12, dtype=torch.float64), lanes=True)
     count = sum(isinstance(module, nn.BatchNorm2d) for module in net.modules())
     message = norms.counts
