@@ -12,27 +12,6 @@ import numpy as np
 from manyhands import mxnet as mh
 
 
-def test_gluon_blocks() -> None:
-    net = mx.gluon.nn.HybridSequential()
-    net.add(mx.gluon.nn.Dense(4, activation="relu"), mx.gluon.nn.BatchNorm(), mx.gluon.nn.Dropout(0.5))
-    net.initialize()
-    fast, x = mh.parallel(net), mx.nd.ones((2, 3))
-    for _ in range(2):
-        assert np.allclose(fast(x).asnumpy(), net(x).asnumpy(), rtol=1e-5)
-        net.hybridize()
-
-
-def test_under_record_gradients_flow() -> None:
-    fast = mh.parallel(lambda x: (x * x).sum())
-    x = mx.nd.array([1, 2, 3])
-    x.attach_grad()
-    for _ in range(3):
-        with mx.autograd.record():
-            loss = fast(x)
-        loss.backward()
-        assert x.grad.asnumpy().tolist() == [2, 4, 6]
-
-
 def test_tasks_do_as_the_thread_that_gave_them() -> None:
     x = mx.nd.ones(3)
     view = x[1:3]

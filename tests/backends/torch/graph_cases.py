@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from manyhands.backends.torch.capture.call import call
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.capture.whole import trace_whole
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun
+from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Schedule, lanes_for, schedule
@@ -26,6 +28,11 @@ def traced(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Tr
     return trace_whole(function, call(arguments, keywords)).trace
 
 
+def planned(function: Callable[..., Any]) -> Parallel:
+    """With the traced code always used, in the caller's thread: what it computes is what is looked at."""
+    return Parallel(function, pure=True, synchronous=True)
+
+
 def scheduled(trace: Trace, lanes: int, tasks: Sequence[Task] | None = None, way: Any = schedule) -> Schedule:
     program = graph(threads.tasks(trace) if tasks is None else tasks)
     made: Schedule = way(program, lanes_for(program, lanes))
@@ -36,3 +43,14 @@ def scheduled(trace: Trace, lanes: int, tasks: Sequence[Task] | None = None, way
 def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> ThreadRun:
     trace = traced(function, *arguments)
     return ThreadRun(trace, scheduled(trace, lanes), lanes)
+
+
+def by_dynamo(function: Callable[..., Any], *, backward: bool = False) -> Callable[..., Any]:
+    """What parallel is held to where Dynamo itself differs; ``backward``: with backward passes in its graphs."""
+    compiled = torch.compile(function, backend="aot_eager")
+
+    def call(*arguments: Any) -> Any:
+        with torch._dynamo.config.patch(trace_autograd_ops=backward):
+            return compiled(*arguments)
+
+    return call

@@ -7,6 +7,7 @@ Each is run by default, and with plans that are always used. What Dynamo itself 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import pickle
@@ -17,6 +18,7 @@ import numpy as np
 import ordinary_programs
 import pytest
 import torch
+from graph_cases import by_dynamo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -225,15 +227,7 @@ def outcome(run: Callable[[], Any]) -> Any:
         return type(error).__name__
 
 
-def by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With backward passes in its graphs, as ``parallel`` captures them."""
-    compiled = torch.compile(function, backend="aot_eager")
-
-    def call(*arguments: Any) -> Any:
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
-            return compiled(*arguments)
-
-    return call
+BY_DYNAMO = functools.partial(by_dynamo, backward=True)  # as ``parallel`` captures them
 
 
 def same(one: Any, other: Any) -> bool:
@@ -255,7 +249,7 @@ def test_results_and_effects_are_those_of_plain_execution(program: Program, opti
     expected = program(lambda function: function)
     found = outcome(lambda: program(lambda function: mh.parallel(function, **options)))
     if program in OF_DYNAMO:
-        assert same(found, expected) or same(found, outcome(lambda: program(by_dynamo)))
+        assert same(found, expected) or same(found, outcome(lambda: program(BY_DYNAMO)))
     else:
         assert same(found, expected), (found, expected)
 
@@ -264,7 +258,7 @@ def test_results_and_effects_are_those_of_plain_execution(program: Program, opti
 def test_what_the_table_says_of_dynamo_is_true() -> None:
     for program in OF_DYNAMO:
         expected = program(lambda function: function)
-        found = outcome(lambda program=program: program(by_dynamo))
+        found = outcome(lambda program=program: program(BY_DYNAMO))
         assert not same(found, expected), f"{program.__name__}: the table of docs/parallel.md can be shorter"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import time
@@ -22,7 +21,7 @@ from manyhands.parallel import planner
 from manyhands.parallel.costs import costs
 from manyhands.parallel.explain import why_not_faster
 from manyhands.parallel.function import Parallel
-from manyhands.parallel.plan import AS_WRITTEN, Executor, Limit, Method, why_too_large
+from manyhands.parallel.plan import Executor, Limit, Method, why_too_large
 from manyhands.parallel.trials import Candidate, peak_on_threads
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
@@ -96,27 +95,6 @@ def test_what_sleeps_at_once_runs_on_lanes_and_the_reason_is_named() -> None:
     assert "predicted" in fast.explain()
     assert planned.schedule is not None
     assert "critical path" in why_not_faster(planned, planned.schedule)
-
-
-@two_cores
-def test_lanes_that_were_not_measured_are_not_said_to_be_slow() -> None:
-    fast = mh.parallel(branches)
-    fast(*(torch.randn(300, 300) for _ in range(4)))
-    planned = fast.planned
-    one_lane = dataclasses.replace(planned, method=AS_WRITTEN, seconds={AS_WRITTEN: 1.0}, predicted={FOUR: 0.5})
-    assert planned.schedule is not None
-    assert "no plan with several lanes was measured" in why_not_faster(one_lane, planned.schedule)
-
-
-def test_a_chain_cannot_be_helped() -> None:
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(10):
-            x = (x @ x).tanh()
-        return x
-
-    fast = Parallel(chain)
-    fast(torch.randn(100, 100))
-    assert "its tasks depend on each other" in fast.explain()
 
 
 def test_nothing_can_be_told_before_a_call_or_of_what_cannot_be_traced(tmp_path: Path) -> None:

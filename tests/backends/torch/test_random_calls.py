@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from graph_cases import by_dynamo
 from support import examples
 
 from manyhands.parallel.function import Parallel
@@ -408,17 +409,6 @@ def content(value: Any) -> Any:
 
 
 _PARTS = ("the result", "the arguments", "the state", "random numbers or modes")
-
-
-def by_dynamo(function: Callable[..., Any], *, backward: bool = False) -> Callable[..., Any]:
-    """What parallel is held to where Dynamo itself differs; ``backward``: with backward passes in its graphs."""
-    compiled = torch.compile(function, backend="aot_eager")
-
-    def call(*arguments: Any) -> Any:
-        with torch._dynamo.config.patch(trace_autograd_ops=backward):
-            return compiled(*arguments)
-
-    return call
 
 
 def difference(program: Program, options: dict[str, bool]) -> str | None:

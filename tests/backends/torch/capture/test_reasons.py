@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from graph_cases import traced
 
-from manyhands import torch as mh
 from manyhands.errors import CannotTrace
 
 
@@ -76,14 +74,3 @@ def test_who_decides_by_a_value_hears_where_and_what_instead(function: Callable[
 )
 def test_reasons_teach(function: Callable[..., Any], words: str) -> None:
     assert words in reason(function)
-
-
-def test_partials_and_modules_are_told_by_their_names() -> None:
-    for function, name in [
-        (functools.partial(functools.partial(scaled), by=2.0), "scaled"),
-        (Net(), "Net"),
-        (functools.partial(Net()), "Net"),
-    ]:
-        fast = mh.parallel(function)
-        fast(torch.ones(3))
-        assert fast.explain().startswith(f"{name}: run as"), fast.explain()

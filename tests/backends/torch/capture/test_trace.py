@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from graph_cases import traced  # noqa: E402
+from graph_cases import planned, traced  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from manyhands.backends.torch.capture import trace  # noqa: E402
 from manyhands.errors import CannotTrace, NotYet  # noqa: E402
-from manyhands.parallel.function import Parallel  # noqa: E402
 from manyhands.schedule.graph import graph  # noqa: E402
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1, 0])
@@ -27,35 +26,12 @@ def task(found: trace.Trace, name: str) -> Any:
     return next(value for value in found.tasks if value.name == name)
 
 
-def planned(function: Callable[..., Any]) -> Parallel:
-    """With the traced code always used, in the caller's thread: what it computes is what is looked at."""
-    return Parallel(function, pure=True, synchronous=True)
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
 # Memories
-
-
-def test_tasks_read_what_they_take_and_write_what_they_make() -> None:
-    captured = traced(lambda x: (x @ x).relu(), torch.ones(3, 3))
-    product, relu = captured.tasks
-    assert product.writes & relu.reads
-    assert not product.writes & product.reads
-
-
-def test_a_view_shares_the_memory_of_its_base_and_an_in_place_operation_writes_it() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        y.view(-1).mul_(2)
-        return y * 3
-
-    captured = traced(function, torch.ones(2, 2))
-    assert task(captured, "mul_").writes & task(captured, "add").writes
-    assert task(captured, "mul_").writes & task(captured, "mul").reads
 
 
 def test_batch_normalisation_writes_its_running_statistics() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import run_on
+from graph_cases import planned, run_on
 
 from manyhands.errors import EngineError
 from manyhands.parallel.function import Parallel
@@ -21,11 +21,6 @@ CHECKED: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
     "assert": (lambda x: (torch._assert_async((x >= 0).all(), "not positive"), x + 1)[1], BAD),
     "unused": (lambda x: (torch.linalg.cholesky(x), x + 1)[1], BAD),
 }
-
-
-def planned(function: Callable[..., Any]) -> Parallel:
-    """The traced code is always used."""
-    return Parallel(function, pure=True, synchronous=True)
 
 
 @pytest.mark.parametrize("name", CHECKED)

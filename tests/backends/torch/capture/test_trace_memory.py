@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from graph_cases import scheduled, traced
+from graph_cases import planned, traced
 from torch import nn
 from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves
@@ -18,17 +17,9 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.compat import reach
 from manyhands.backends.torch.run.bindings import native
-from manyhands.backends.torch.run.threads import ThreadRun
-from manyhands.parallel.function import Parallel
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule, schedule_main_lane
-
-
-def planned(function: Callable[..., Any]) -> Parallel:
-    """The traced code is always used."""
-    return Parallel(function, pure=True, synchronous=True)
-
 
 # What is really so
 
@@ -184,34 +175,3 @@ def test_both_bias_gradients_of_an_lstm_have_their_own_memory() -> None:
         torch.testing.assert_close(result, other)
     planned(backward)(x)
     assert not planning.shared_memory([parameter.grad for parameter in layer.parameters()])
-
-
-# Arrays of NumPy
-
-
-def test_tensors_from_outside_that_show_one_array_are_one_memory() -> None:
-    array = np.zeros(8, dtype=np.float32)
-    whole, repeated, rest = torch.from_numpy(array), torch.from_numpy(array), torch.from_numpy(array[2:])
-    other = torch.from_numpy(np.zeros(8, dtype=np.float32))
-
-    def function(x: torch.Tensor) -> Any:
-        whole.add_(x)
-        a = repeated * 2
-        rest.mul_(3)
-        other.add_(1)
-        return a, whole + 1, repeated.sum()
-
-    trace = traced(function, torch.ones(8))
-    memories = {id(getattr(trace.module, str(node.target))): trace.storages[node] for node in trace.constants}
-    assert memories[id(whole)] == memories[id(repeated)] == memories[id(rest)]
-    assert not memories[id(other)] & memories[id(whole)]
-    for lanes in (1, 2, 3):
-        scheduled_tasks = scheduled(trace, lanes)
-        run = ThreadRun(trace, scheduled_tasks, lanes)
-        for _ in range(5):
-            array[:] = 0
-            expected = [value.clone() for value in function(torch.ones(8))]
-            kept, array[:] = array.copy(), 0
-            for value, two in zip(run.replay([torch.ones(8)]), expected, strict=True):
-                assert torch.equal(value, two)
-            assert np.array_equal(array, kept)

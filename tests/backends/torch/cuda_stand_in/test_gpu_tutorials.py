@@ -135,16 +135,6 @@ def test_a_device_agnostic_program() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_replicas_by_hand() -> None:
-    net = nn.Linear(2, 3).cuda()
-    inputs = nn.parallel.scatter({"input": torch.ones(5, 2)}, ["cuda:0", "cuda:1"])
-    replicas = nn.parallel.replicate(net, [0, 1])
-    outputs = nn.parallel.parallel_apply(replicas, [()] * 2, inputs)
-    nn.parallel.gather(outputs, "cuda:0").sum().backward()
-    assert net.bias.grad.tolist() == [5.0] * 3
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_inference_mode() -> None:
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
     expected = net(torch.ones(4, 2)).detach()

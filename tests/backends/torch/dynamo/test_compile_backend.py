@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="manyhands")``: what is bound to arguments, and what is handed on."""
+"""``torch.compile(model, backend="manyhands")``: its options, what is bound to arguments, and what is handed on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from manyhands import torch as mh
-from manyhands.backends.torch import planning
+from manyhands.backends.torch import passes, planning
 from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.dynamo.backend import GraphPlan, GraphRole
 from manyhands.parallel.graphs import Graphs
@@ -33,15 +33,52 @@ def test_the_name_alone_is_enough() -> None:
     assert entry.load() is mh.compile_backend
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"options": {"fuze": True}}, "no option fuze"),
+        ({"options": {"fuse": 3}}, "give True or False"),
+        ({"mode": "max-autotune"}, "Inductor's"),
+    ],
+)
+def test_bad_options(given: dict[str, Any], words: str) -> None:
+    fast = torch.compile(nn.Linear(2, 2), backend=mh.compile_backend, **given)
+    with pytest.raises(Exception, match=words):
+        fast(torch.rand(1, 2))
+
+
+def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(module: Any, metas: Any) -> Callable[..., Any]:
+        return lambda *arguments: [torch.zeros_like(value) for value in module(*arguments)]
+
+    monkeypatch.setattr(passes, "inductor", wrong)
+    x = torch.rand(64, 64)
+
+    def function(x: torch.Tensor) -> Any:
+        return (x @ x).sin().cos() + 1
+
+    fast = mh.parallel(function, compile=True)
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), function(x))
+    assert "whole graph is not used: its results differ by" in fast.explain()
+
+
 # Bindings
 
 
-def test_only_what_is_read_in_place_has_to_lie_where_it_lay() -> None:
-    a, b = torch.rand(3), torch.rand(3)
-    bound = dynamo._Bound(PLAN, (a, 2, b), [2], None)
-    assert bound.fits((torch.rand(3), 2, b), None)
-    assert bound.fits((a, 2, b.detach()), None)
-    assert not bound.fits((a, 2, b.clone()), None)
+def test_what_a_graph_hands_on() -> None:
+    """Results that are arguments, views of them, and arguments that share memory."""
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return a, a.t(), (a.t() @ b).sin(), b[1:], a.sum()
+
+    base = torch.rand(4, 4)
+    a, b = base, base[:, :4]
+    fast = torch.compile(function, backend="manyhands", options={"fuse": False})
+    for _ in range(3):
+        for value, other in zip(fast(a, b), function(a, b), strict=True):
+            assert torch.allclose(value, other)
+    assert fast(a, b)[0].data_ptr() == a.data_ptr()
 
 
 @pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag])

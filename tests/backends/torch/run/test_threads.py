@@ -54,22 +54,6 @@ def _(x: torch.Tensor) -> torch.Tensor:
 # Order
 
 
-def test_random_numbers_in_two_branches_keep_their_order() -> None:
-    def branches(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        for _ in range(10):
-            x = torch.nn.functional.dropout((x @ x).tanh(), 0.3)
-            y = (y @ y).tanh() * torch.rand_like(y)
-        return x, y
-
-    x, y = torch.randn(20, 20) / 5, torch.randn(20, 20) / 5
-    run = run_on(branches, 2, x, y)
-    assert run.lanes == 2
-    torch.manual_seed(3)
-    expected = branches(x, y)
-    torch.manual_seed(3)
-    assert all(map(torch.equal, run.replay([x, y]), expected))
-
-
 # Errors, interrupts, memory, processes
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from manyhands import torch as mh
-from manyhands.errors import NoSuchDevice
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +103,6 @@ def test_tensors_come_into_being_where_they_are_asked_for() -> None:
     assert {tensor.device for tensor in made} == {device}
     leaf = torch.tensor([1.0], device=device, requires_grad=True)
     assert leaf.is_leaf and leaf.requires_grad  # noqa: PT018
-
-
-def test_a_virtual_device_that_does_not_exist() -> None:
-    with pytest.raises(RuntimeError, match=f"no virtual device {mh.gpu(99)}"):
-        torch.ones(2, device="cpu:99")
-    with pytest.raises(NoSuchDevice):
-        mh.to(torch.ones(2), torch.device("cpu", 99))
 
 
 def test_gradients_flow_across_devices() -> None:
