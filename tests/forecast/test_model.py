@@ -213,12 +213,6 @@ def test_links_by_name_and_from_files(tmp_path: Path) -> None:
     assert link(str(path)).bandwidth(8) == 5e9
 
 
-def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
-    line = MemoryLine(True, MemoryByPart(weights=1), MemoryByPart(activations=2.5))
-    saved = profile(memory=(line,), capacity=10, notes=("a note",))
-    assert Profile.load(saved.save(tmp_path / "p.json")) == saved
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 import sys
@@ -52,11 +51,6 @@ def test_a_file_that_cannot_be_written_is_a_lesson(tmp_path: Path, save: Callabl
     with pytest.raises(EngineError, match=words.get(name, "is a folder")):
         save(tmp_path / name)
     assert [one.name for one in tmp_path.iterdir()] == ["folder.svg"]
-
-
-def test_capitals_are_a_suffix_too(tmp_path: Path) -> None:
-    assert "traceEvents" in json.loads(timed(tmp_path / "T.JSON").read_text())
-    assert drawn(tmp_path / "G.SVG").read_text().startswith("<svg")
 
 
 def test_without_matplotlib_a_trace_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -203,27 +202,6 @@ def test_independent_chains_get_a_lane_each() -> None:
     assert simulate(planned).seconds == pytest.approx(50e-5)
     crowded = schedule(chains(8, 50, 1.0), [Lane("gpu:0", "compute", n) for n in range(8)])
     assert simulate(crowded).seconds == pytest.approx(400e-5)  # lanes are no second chip
-
-
-@pytest.mark.parametrize("devices", [2, 16])
-def test_many_devices_in_simulation(devices: int) -> None:
-    """Independent work per device, then a sum on the first: the speed-up that the schedule would give."""
-    tasks = [
-        Task("mm", frozenset({d}), frozenset({d}), f"gpu:{d}", seconds=1e-3) for _ in range(10) for d in range(devices)
-    ]
-    tasks += [Task("sum", frozenset({d, 0}), frozenset({0}), "gpu:0", seconds=1e-4) for d in range(1, devices)]
-    planned = schedule(graph(tasks), [Lane(f"gpu:{d}") for d in range(devices)])
-    check(planned)
-    speed_up = planned.graph.work() / simulate(planned).seconds
-    assert devices * 0.8 < speed_up <= devices
-
-
-def test_pictures_and_traces(tmp_path: Path) -> None:
-    line = simulate(schedule(chains(3, 4, 0.1), [Lane("gpu:0", "compute", n) for n in range(3)]))
-    assert line.save(tmp_path / "t.png").stat().st_size > 1000
-    events = line.trace_events()["traceEvents"]
-    assert len([event for event in events if event["ph"] == "X"]) == 12
-    assert line.save(tmp_path / "t.json").read_text().startswith('{"traceEvents"')
 
 
 def test_lanes_stand_in_the_order_of_their_numbers() -> None:

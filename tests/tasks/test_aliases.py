@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -63,24 +62,3 @@ def test_programs_with_aliases_give_what_sequential_execution_gives(steps: Any, 
     found = [one.result() if isinstance(one, Future) else one for one in pool]
     assert found == plain
     assert [[a is b for a in found] for b in found] == [[a is b for a in plain] for b in plain]
-
-
-def test_who_takes_an_old_result_waits_for_who_wrote_to_what_it_may_be() -> None:
-    """The example of :mod:`manyhands.tasks.workers`, with a second memory that is written to in between."""
-    go = threading.Event()
-    x: Box = []
-    y: Box = []
-
-    def slow_append(box: Box, value: int) -> None:
-        time.sleep(0.02)
-        box.append(value)
-
-    with parallel(threads=4):
-        a = task(lambda x, y: go.wait(60) and x)(x, y)
-        b = task(lambda one: one)(a)
-        task(slow_append, writes=(x,))(x, 1)
-        task(slow_append, writes=(y,))(y, 2)
-        task(slow_append, writes=(x,))(x, 3)
-        c = task(lambda one: [*one])(b)
-        go.set()
-        assert c.result() == [1, 3]

@@ -62,13 +62,6 @@ def test_futures_are_inputs_of_tasks() -> None:
     assert c.exception() is None
 
 
-def test_independent_tasks_run_at_once() -> None:
-    meet = threading.Barrier(3)
-    with parallel(threads=3):
-        for _ in range(3):
-            task(meet.wait)(60)
-
-
 def test_threads_are_not_more_than_asked_for() -> None:
     running, most, lock = 0, 0, threading.Lock()
 
@@ -96,22 +89,6 @@ def test_what_is_known_from_elsewhere_can_be_declared() -> None:
         for number in range(10):
             task(lambda n=number: append(log, n), writes=(log,))()
     assert log == list(range(10))
-
-
-def test_a_result_may_be_one_of_the_arguments() -> None:
-    """A write through the result is a write to the argument, whether the result is there already or not."""
-    for wait in (False, True):
-        box: list[int] = []
-        with parallel(threads=4):
-            same = task(slowly)(box)
-            if wait:
-                same.result()
-            task(append, writes=(same,))(same, 1)
-            assert task(list)(box).result() == [1]
-            task(append, writes=(box,))(box, 2)
-            assert task(list)(same).result() == [1, 2]
-
-    # and nobody waits for the task that was not given
 
 
 def test_arrays_that_share_memory_are_one() -> None:

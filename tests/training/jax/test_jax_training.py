@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from jax_cases import CLASSES, Net, devices, difference, fit, numbers, vectors
+from test_jax_adapters import LinenNet
 from test_jax_exact import Chunks
 
 from manyhands import jax as mh
@@ -103,12 +104,6 @@ def test_layers_compute_in_bfloat16_and_keep_their_parameters() -> None:
     assert any("bfloat16" in note for note in result.notes)
 
 
-def test_the_factor_multiplies_the_update_without_compiling_anew() -> None:
-    half, _ = fit(Net(), vectors(48), 1, lr=0.1, schedule=lambda done: 0.5)
-    as_asked, _ = fit(Net(), vectors(48), 1, lr=0.05)
-    assert difference(half, as_asked) < 1e-6
-
-
 def test_long_sums_do_not_lose_small_numbers() -> None:
     total = jax.tree.map(jnp.asarray, sums.sums_of(Totals(loss_sum=2.0**24, correct=1, count=2, counted=True)))
     for _ in range(3):
@@ -158,13 +153,6 @@ def test_the_books_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 # Linen modules and meshes
-
-
-class LinenNet(linen.Module):
-    @linen.compact
-    def __call__(self, X: Any, train: bool) -> Any:
-        X = linen.BatchNorm(use_running_average=not train, momentum=0.9)(linen.Dense(8)(X))
-        return linen.Dense(CLASSES)(linen.Dropout(0.2, deterministic=not train)(jnp.tanh(X)))
 
 
 class AroundLinen(nnx.Module):

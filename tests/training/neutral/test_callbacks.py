@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from manyhands.errors import BadSettings, CallbackFailed
-from manyhands.training.callbacks import builtin
 from manyhands.training.callbacks.builtin import EMA, BestCheckpoint, EarlyStopping
 from manyhands.training.callbacks.callback import Averaging, Callback, Training, check_callbacks, plan_of
 from manyhands.training.callbacks.display import Progress
@@ -245,13 +244,6 @@ def test_states_find_their_callbacks_in_any_order() -> None:
     assert dispatcher.notes == [
         "the checkpoint has the state of EarlyStopping(val_loss), EarlyStopping(val_acc), which this job does not have"
     ]
-
-
-def test_figures_that_may_come() -> None:
-    known = builtin.known_metrics(["f1", "both"], validates=True, rates=True)
-    assert [name for name in ("val_f1", "val_both_recall", "lr_1") if not builtin.is_known(name, known)] == []
-    assert [name for name in ("val_f2", "val_loss_2", "loss", "epoch") if builtin.is_known(name, known)] == []
-    assert not builtin.is_known("val_loss", builtin.known_metrics([], validates=False, rates=False))
 
 
 def test_a_moment_of_another_library_is_refused() -> None:

@@ -19,7 +19,7 @@ Y = np.array([0, 1, 2, 1])
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (Y + 1, "from 1 to 3, but the model has 3 outputs: they must be 0 to 2"),
+        (Y + 1, "from 1 to 3, but the model has 3 outputs: they must be 0 to 2. If they begin at 1, subtract 1"),
         (Y - 1, "from -1"),
         (Y.astype(np.float32), r"float32, and class numbers are whole, 0 to 2: give y\.astype\('int32'\)"),
         (Y > 0, "are bool"),
