@@ -56,30 +56,22 @@ def test_a_linked_script_finds_what_is_beside_its_target(tmp_path: Path, monkeyp
     assert "found" in plain.stdout
 
 
-def test_a_traceback_is_the_programs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def f():\n    raise ValueError('no')\n\nf()\n", "an exception: ValueError"),
+        ("import sys\nsys.exit('that is it')\n", "that is it\n"),
+        ("print('a'\n", "has a syntax error, so nothing was run"),
+    ],
+    ids=["traceback", "sys.exit", "syntax error"],
+)
+def test_a_program_that_fails_says_what_python_says(tmp_path: Path, text: str, said: str) -> None:
     script = tmp_path / "program.py"
-    script.write_text("def f():\n    raise ValueError('no')\n\nf()\n")
+    script.write_text(text)
     plain, audited = _plain(script), _audit(script)
     assert audited.returncode == plain.returncode == 1
     assert audited.stderr.startswith(plain.stderr)
-    assert "an exception: ValueError" in audited.stderr
-
-
-def test_sys_exit_with_a_text(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text("import sys\nsys.exit('that is it')\n")
-    audited = _audit(script)
-    assert audited.returncode == 1
-    assert audited.stderr.startswith("that is it\n")
-
-
-def test_a_syntax_error_is_pythons_and_said_in_a_line(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text("print('a'\n")
-    plain, audited = _plain(script), _audit(script)
-    assert audited.returncode == plain.returncode == 1
-    assert audited.stderr.startswith(plain.stderr)
-    assert "has a syntax error, so nothing was run" in audited.stderr
+    assert said in audited.stderr
 
 
 def test_a_module_runs_with_dash_m(tmp_path: Path) -> None:
@@ -105,20 +97,19 @@ def test_a_module_runs_with_dash_m(tmp_path: Path) -> None:
     )
 
 
-def test_a_killed_program_is_named_and_its_signal_is_passed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, "was killed by SIGKILL: no report"),
+        ("os._exit(4)", 4, "ended with code 4 without returning to Python"),
+    ],
+)
+def test_a_program_that_ends_without_python_is_named(tmp_path: Path, end: str, code: int, said: str) -> None:
     script = tmp_path / "program.py"
-    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    script.write_text(f"import os, signal\n{end}\n")
     audited = _audit(script)
-    assert audited.returncode == -signal.SIGKILL
-    assert "was killed by SIGKILL: no report" in audited.stderr
-
-
-def test_a_program_that_ends_without_python(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text("import os\nos._exit(4)\n")
-    audited = _audit(script)
-    assert audited.returncode == 4
-    assert "ended with code 4 without returning to Python" in audited.stderr
+    assert audited.returncode == code
+    assert said in audited.stderr
 
 
 def test_forks_and_threads_are_the_programs_and_told(tmp_path: Path) -> None:
