@@ -205,6 +205,10 @@ class ResultsDiffer(ManyhandsError, ArithmeticError):
     """Two variants of an experiment gave different results, so their times cannot be compared."""
 
 
+class NotMeasured(ManyhandsError, RuntimeError):
+    """Times that cannot be true, or a machine that other programs use: there is no number."""
+
+
 class FrameworkMissing(ManyhandsError, ImportError):
     """The framework of an import such as ``manyhands.jax`` is not installed."""
 

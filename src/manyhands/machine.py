@@ -9,11 +9,16 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from manyhands.device import Device, DeviceRecord, Memory
+from manyhands.errors import NotMeasured
+
+_Result = TypeVar("_Result")
+_BUSY = 30.0  # percent of the CPU that other programs use
 
 # CPU features that make low precision fast, by the kernel's names for x86 and for Arm.
 _TELLING_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "sve2", "sve", "asimd")
@@ -103,6 +108,30 @@ def host() -> HostFacts:
         load_percent=psutil.cpu_percent(interval=0.1),
         features=host_features(),
     )
+
+
+def check_load() -> None:
+    """Raise if other programs use the CPU; call it while this process computes nothing."""
+    import psutil
+
+    load = psutil.cpu_percent(interval=0.5)
+    if load > _BUSY:
+        raise NotMeasured(f"other programs use {load:.0f}% of the CPU, and {_BUSY:.0f}% is the most: try again later")
+
+
+def undisturbed(measure: Callable[[], _Result]) -> _Result:
+    """What was measured while no other program used the CPU; measured a second time if need be, then refused."""
+
+    def measure_once() -> _Result:
+        check_load()
+        result = measure()
+        check_load()
+        return result
+
+    try:
+        return measure_once()
+    except NotMeasured:
+        return measure_once()
 
 
 def gpus() -> list[GpuFacts]:

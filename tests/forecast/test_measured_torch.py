@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands import machine
 from manyhands import torch as mh
 from manyhands.cli import main
 from manyhands.errors import BadBatch, BadSettings
@@ -167,6 +168,7 @@ def short():
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "check_load", lambda: None)
     (tmp_path / "s.py").write_text(SCRIPT)
     script, stored, plot = (str(tmp_path / name) for name in ("s.py", "p.json", "p.png"))
     common = ["--precision", "fp32", "--devices", "1,2,8", "--batch-size", "24"]
@@ -200,6 +202,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
+
+
+def test_a_loaded_machine_gives_no_forecast(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 80.0)
+    assert main(["forecast", "--model", "mlp", "--framework", "torch"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "not measured: the machine is busy: other programs use 80% of the CPU" in shown.err
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(

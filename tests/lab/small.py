@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from manyhands import machine
 from manyhands.lab import process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import load
@@ -37,7 +38,7 @@ def main(framework: str, names: list[str]) -> None:
         training_scaling.TrainingJob("lenet", batch_size, 0.05) for batch_size in (32, 128)
     ]
     # Sizes as small as these say nothing about time, so no time is refused.
-    process.check_load = lambda: None
+    machine.check_load = lambda: None
     compare = Times.compare
     Times.compare = lambda self, name, to, most=0: compare(self, name, to)  # type: ignore[method-assign]
     # One bench's devices serve all: their number cannot change in a process.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from manyhands import machine
 from manyhands.lab import process
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import NAMES, Experiment, load
@@ -107,7 +108,7 @@ def _unlike(*ratios: float) -> Experiment:
 def test_what_cannot_be_true_is_measured_again_and_then_refused(
     gains: tuple[float, ...], status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "check_load", lambda: None)
+    monkeypatch.setattr(machine, "check_load", lambda: None)
     result = process.perform(_unlike(*gains), Bench(Module(), "torch", quick=True))
     assert result.status == status
     assert said in (result.finding.conclusion if result.finding else result.why)
@@ -138,7 +139,7 @@ def _that(function: Any) -> Experiment:
 
 
 def test_an_error_in_an_experiment_is_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "check_load", lambda: None)
+    monkeypatch.setattr(machine, "check_load", lambda: None)
 
     def fails(bench: Bench) -> Answer:
         raise ZeroDivisionError("by hand")

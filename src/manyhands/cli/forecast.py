@@ -7,11 +7,12 @@ from dataclasses import replace
 from json import dumps
 from typing import Annotated, Any
 
+from manyhands import machine
 from manyhands.book import recipes
 from manyhands.cli import flags
 from manyhands.cli import script as script_functions
 from manyhands.cli.flags import Count, File, Framework, Reads
-from manyhands.errors import BadProfile, BadSettings
+from manyhands.errors import BadProfile, BadSettings, NotMeasured
 from manyhands.files import check_writable
 from manyhands.forecast import measured
 from manyhands.forecast.forecast import Forecast, check_plot
@@ -77,7 +78,11 @@ def run(
     how["link"] = link(how["link"], how.pop("per_node"))
     if profile is None:
         name, net, batch, loss = _subject(script, model, framework, batch_size)
-        forecast = measured.forecast(net, batch, loss=loss, **{**how, "devices": how["devices"] or DEVICES})
+        how["devices"] = how["devices"] or DEVICES
+        try:
+            forecast = machine.undisturbed(lambda: measured.forecast(net, batch, loss=loss, **how))
+        except NotMeasured as reason:
+            raise NotMeasured(f"not measured: the machine is busy: {reason}") from None
         forecast = replace(forecast, profile=replace(forecast.profile, name=name))
     elif own := script or model or framework or how["optimizer"] or how["precision"].removeprefix("auto"):
         raise BadSettings(f"--profile {profile} and {own}: a profile has its own model, precision and optimizer")

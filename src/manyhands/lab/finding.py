@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from manyhands.amounts import seconds as seconds
+from manyhands.errors import NotMeasured
 from manyhands.schedule.timeline import Span
 
 _CLEAR = 0.05  # smaller differences are not reported as a difference
 EFFICIENCY = 1.1  # of a bound that was measured too: a little more than all of it is noise
-
-
-class Implausible(Exception):
-    """Times that cannot be true: the machine was busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ class Times(dict[str, list[float]]):
         """
         ratio = self.median(to) / self.median(name)
         if round(ratio, 2) > most:  # as it is printed
-            raise Implausible(f"{name} was {ratio:.2f} times as fast as {to}, and {most:g} times is the most possible")
+            raise NotMeasured(f"{name} was {ratio:.2f} times as fast as {to}, and {most:g} times is the most possible")
         ratios = sorted(base / time for time, base in zip(self[name], self[to], strict=True))
         if len(ratios) >= 5:
             ratios = ratios[1:-1]

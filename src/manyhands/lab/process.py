@@ -22,10 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manyhands.errors import ManyhandsError, first_line
+from manyhands import machine
+from manyhands.errors import ManyhandsError, NotMeasured, first_line
 from manyhands.lab.bench import Bench
 from manyhands.lab.experiment import Experiment, load
-from manyhands.lab.finding import Answer, Implausible
+from manyhands.lab.finding import Answer
 from manyhands.lab.report import ExperimentResult, mark_virtual
 from manyhands.placement.moves import VIRTUAL_DEVICES
 
@@ -43,7 +44,6 @@ _ONE_CORE = {
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_ARENA_MAX": "1",
 }
-_BUSY = 30.0  # percent of the CPU that other programs use
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
 
 
@@ -84,21 +84,9 @@ def run(
     return ExperimentResult.of(experiment, framework, "failed", seconds=time.perf_counter() - begin, why=why)
 
 
-def check_load() -> None:
-    """Raise if other programs use the CPU; call it while this process computes nothing."""
-    import psutil
-
-    load = psutil.cpu_percent(interval=0.5)
-    if load > _BUSY:
-        raise Implausible(f"other programs use {load:.0f}% of the CPU, and {_BUSY:.0f}% is the most: try again later")
-
-
 def _measure(experiment: Experiment, bench: Bench) -> Answer:
     bench.recorded.clear()
-    check_load()
-    finding = experiment.run(bench)
-    check_load()
-    return mark_virtual(finding, bench.virtual, bench.framework)
+    return experiment.run(bench)
 
 
 def perform(experiment: Experiment, bench: Bench) -> ExperimentResult:
@@ -106,11 +94,9 @@ def perform(experiment: Experiment, bench: Bench) -> ExperimentResult:
     begin = time.perf_counter()
     status, finding, why = "done", None, ""
     try:
-        try:
-            finding = _measure(experiment, bench)
-        except Implausible:
-            finding = _measure(experiment, bench)
-    except Implausible as reason:
+        finding = machine.undisturbed(lambda: _measure(experiment, bench))
+        finding = mark_virtual(finding, bench.virtual, bench.framework)
+    except NotMeasured as reason:
         status, why = "not measured", f"the machine is busy: {reason}"
     except ManyhandsError as error:
         status, why = "failed", str(error)
