@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -61,6 +62,18 @@ def test_a_compiler_that_computes_something_else_is_not_used(monkeypatch: pytest
     for _ in range(2):
         torch.testing.assert_close(fast(x), function(x))
     assert "whole graph is not used: its results differ by" in fast.explain()
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "_compile_session_context"), reason="PyTorch refuses such calls")
+def test_threads_capture_and_plan_at_once() -> None:
+    def train(factor: int) -> list[float]:
+        fast = torch.compile(lambda x: (x @ x.t()).sum() * factor, backend=backend, dynamic=True)
+        return [fast(torch.ones(rows, 2)).item() for rows in (2, 2, 2, 3, 3, 3)]  # each size is planned
+
+    backend = functools.partial(mh.compile_backend, options={"fuse": False})
+    with ThreadPoolExecutor(3) as pool:
+        found = [*pool.map(train, range(12))]
+    assert found == [[8.0 * factor] * 3 + [18.0 * factor] * 3 for factor in range(12)]
 
 
 # Bindings

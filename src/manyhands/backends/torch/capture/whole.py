@@ -102,9 +102,9 @@ def trace_whole(function: Callable[..., Any], call: Call) -> Whole:
         gradients.extend((tensor, gradient is not None) for tensor, gradient in left)
         return [*values, *(gradient for _, gradient in left if gradient is not None)]
 
-    gpus = {tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"}
+    gpus = sorted({tensor.device.index for tensor in call.tensors if tensor.device.type == "cuda"})
     try:
-        with compat.tracing, torch.random.fork_rng(sorted(gpus)), tracing, no_hooks(), compat.lazy_graph_modules():
+        with compat.compile_lock(), torch.random.fork_rng(gpus), tracing, no_hooks(), compat.lazy_graph_modules():
             module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*_stand_ins(call.tensors))
     except Exception as error:
         tracing.check()  # the better reason

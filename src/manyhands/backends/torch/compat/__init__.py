@@ -53,15 +53,17 @@ from manyhands.backends.torch.compat.dynamo import (
     ForwardGraph,
     aot_autograd,
     checks_custom_operations,
+    compile_lock,
     compile_quietly,
+    compiling,
     facts_of_step,
     forward_graph,
     is_graph_break,
+    is_spent,
     make_boxed_function,
     skip_code,
     spent_loss,
     stack_of,
-    tracing,
 )
 from manyhands.backends.torch.compat.inductor import custom_graph_pass, inductor_compile, prepare_inductor
 from manyhands.backends.torch.compat.sequence_slot import replace_getitem

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType
@@ -21,9 +20,20 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# PyTorch marks in the process, not in the thread, that something is traced: two traces at once leave the mark behind,
-# and no compiled function can be called any more.
-tracing = threading.RLock()
+
+def compile_lock() -> Any:
+    """Dynamo's lock, held by all that traces: two traces at once leave PyTorch's mark of one behind, in the process."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """As a part of Dynamo's work: other threads may call compiled functions meanwhile."""
+    session = getattr(torch.compiler, "_compile_session_context", nullcontext)  # PyTorch 2.11 has none
+    with compile_lock(), session():
+        yield
 
 
 def skip_code(code: CodeType) -> None:
@@ -174,7 +184,7 @@ def with_whole_steps() -> AbstractContextManager[None]:
         for output in outputs:
             needed = graph.autograd_grad_consumed_grad_fns and getattr(output, "requires_grad", False)
             value = output.as_proxy().node.meta.get("example_value") if needed else None
-            if isinstance(value, torch.Tensor) and _is_spent(value):
+            if isinstance(value, torch.Tensor) and is_spent(value):
                 output.as_proxy().node.meta[_SPENT] = True
             else:
                 left.append(output)
@@ -216,7 +226,7 @@ def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = None
 
 
-def _is_spent(tensor: torch.Tensor) -> bool:
+def is_spent(tensor: torch.Tensor) -> bool:
     """Whether a second backward pass would be an error: it needs a tensor that the first one has freed."""
     left, seen = [tensor.grad_fn], set()
     while left:
@@ -282,7 +292,7 @@ class _Frames:
         self._attempts: Counter[CodeType] = Counter()
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
-        from torch._dynamo import config, convert_frame
+        from torch._dynamo import config
         from torch._dynamo.types import ConvertFrameReturn
 
         code = frame.f_code
@@ -296,15 +306,7 @@ class _Frames:
             settings = {name: value for name, value in _SETTINGS.items() if hasattr(config, name)}
             try:
                 patch = config.patch(settings)
-                with (
-                    tracing,
-                    convert_frame.compile_lock,
-                    patch,
-                    _quiet(),
-                    without_known_faults(),
-                    with_whole_steps(),
-                    self._listen(),
-                ):
+                with compile_lock(), patch, _quiet(), without_known_faults(), with_whole_steps(), self._listen():
                     result = self._convert(frame, *arguments)
                 skipped = str(getattr(result, "skip_reason", ""))  # PyTorch 2.11 does not say why
                 if result.guarded_code is not None or "skipfiles" in skipped:
@@ -363,13 +365,12 @@ def compile_quietly(
     has captured too often.
     """
     import torch._dynamo
-    from torch._dynamo.convert_frame import compile_lock
 
     context: Any = torch._dynamo.optimize(backend, dynamic=dynamic)
     if hasattr(context, "callback"):  # otherwise the user has switched Dynamo off
         context.callback = _Frames(context.callback, report, left)
     # PyTorch marks in the process that something is traced, and refuses to call compiled functions in all its threads.
-    with compile_lock, replace((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
+    with compile_lock(), replace((torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False)):
         return cast(Callable[..., Any], context(function))
 
 

@@ -48,5 +48,5 @@ def inductor_compile(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    with dynamo.tracing, config.patch(settings):
+    with dynamo.compiling(), config.patch(settings):
         return cast(Callable[..., Any], compile_fx(module, inputs))

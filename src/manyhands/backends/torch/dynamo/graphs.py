@@ -155,7 +155,7 @@ def _traced_again(graph: CapturedGraph, arguments: Sequence[Any]) -> Trace:
         return list(graph(*(next(left) if isinstance(value, torch.Tensor) else value for value in arguments)))
 
     try:
-        with compat.tracing, torch.no_grad(), compat.no_autocast():
+        with compat.compiling(), torch.no_grad(), compat.no_autocast():
             module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
     except Exception as error:
         raise CannotTrace(why(error)) from error
