@@ -33,10 +33,6 @@ class Net(torch.nn.Module):
         return x if x.mean() > 0 else -x
 
 
-def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
-    return x * by
-
-
 def fails(x: torch.Tensor) -> torch.Tensor:
     raise ValueError("on purpose\nsecond line")
 

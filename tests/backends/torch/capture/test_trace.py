@@ -158,7 +158,7 @@ def test_a_failing_trace_leaves_no_made_up_gradient() -> None:
 # What is not traced, and why
 
 
-TAKEN = torch.ones(3)
+TAKEN, WEIGHT = torch.ones(3), nn.Parameter(torch.ones(3))
 
 
 def _catches(x: torch.Tensor) -> torch.Tensor:
@@ -180,6 +180,7 @@ def _catches(x: torch.Tensor) -> torch.Tensor:
         (lambda x: x * TAKEN.sum().item(), "reads values"),
         (lambda x: x * TAKEN.tolist()[0], "reads values"),
         (_catches, "reads values"),
+        (lambda x: torch.autograd.grad((x * WEIGHT).norm(), WEIGHT, create_graph=True)[0], "computed later"),
     ],
 )
 def test_the_reason_is_told_and_plain_execution_used(function: Callable[..., Any], reason: str) -> None:

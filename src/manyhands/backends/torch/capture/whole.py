@@ -92,7 +92,7 @@ def trace_whole(function: Callable[..., Any], call: Call) -> Whole:
         with tracing.modes():
             result = function(*arguments, **keywords)
         values, structure = compat.tree_flatten(result)
-        values = [_value(value, tracing.derives) for value in values]
+        values = [_value(value) for value in values]
         if any(tensor.is_leaf and tensor.grad is not None for tensor in stand_ins):
             raise CannotTrace(
                 "backward() reaches an argument and would put a gradient into it: use torch.autograd.grad, or take the "
@@ -116,13 +116,13 @@ def trace_whole(function: Callable[..., Any], call: Call) -> Whole:
     return Whole(trace, structure, gradients, tracing.holds(trace.constant_values()))
 
 
-def _value(value: Any, derives: bool) -> Any:
+def _value(value: Any) -> Any:
     """A result as it is traced: a loss after its backward pass is its value."""
     if not isinstance(value, (torch.Tensor, *BY_VALUE)):
         raise CannotTrace(f"a result is {type_in_words(value)}: return tensors and numbers in lists, tuples and dicts")
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
-    if isinstance(value, nn.Parameter) or not derives:
+    if not compat.is_spent(value):
         raise CannotTrace(
             "a result carries gradients that would be computed later: compute them inside the function, call it under "
             "torch.no_grad(), or leave out pure=True"
@@ -163,7 +163,6 @@ class _Tracing:
     """
 
     def __init__(self) -> None:
-        self.derives = False  # whether a backward pass was made
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # leaves, with their gradients
         self._optimizers: dict[torch.optim.Optimizer, tuple[Any, ...]] = {}
         self._put_back: list[Callable[[], None]] = []  # for the optimizers
@@ -330,7 +329,6 @@ class _Operations(TorchDispatchMode):
         tracing = self._tracing
         tensors = tensors_in((args, kwargs))
         from_outside = any(map(_is_from_outside, tensors))
-        tracing.derives |= compat.current_autograd_node() is not None
         if torch.Tag.data_dependent_output in func.tags and from_outside:
             tracing.refuse(_READING)
         if func.overloadpacket in _MOVES:
