@@ -349,3 +349,14 @@ def test_runs_that_lost_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     assert runs
     assert [run() for run in runs] == [None] * len(runs)
+
+
+@pytest.mark.parametrize("options", [{}, {"synchronous": True}, {"pure": True}])
+def test_a_function_is_let_go_with_all_that_it_captured(options: dict[str, Any]) -> None:
+    net = torch.nn.Linear(4, 4).requires_grad_(False)
+    fast = Parallel(net, **options)
+    fast(torch.ones(2, 4))
+    kept = [weakref.ref(one) for one in (net, net.weight, fast, fast._graphs)]
+    del net, fast
+    gc.collect()
+    assert [one() for one in kept] == [None] * 4

@@ -72,8 +72,7 @@ def test_threads_capture_and_plan_at_once() -> None:
 
     backend = functools.partial(mh.compile_backend, options={"fuse": False})
     with ThreadPoolExecutor(3) as pool:
-        found = [*pool.map(train, range(12))]
-    assert found == [[8.0 * factor] * 3 + [18.0 * factor] * 3 for factor in range(12)]
+        assert [*pool.map(train, range(12))] == [[8.0 * factor] * 3 + [18.0 * factor] * 3 for factor in range(12)]
 
 
 # Bindings

@@ -193,9 +193,8 @@ class _PlannedGraph:
         if compat.checks_custom_operations():  # a mode of PyTorch's around the first call of a graph
             with compat.no_dispatch_modes():
                 return self(*arguments)
-        if self._is_nothing_planned or compat.count_dispatch_modes():
-            return self._whole(*arguments)
-        if self._is_backward and not self._places.are_known:
+        is_first = self._is_backward and not self._places.are_known
+        if self._is_nothing_planned or is_first or compat.count_dispatch_modes():
             return self._whole(*arguments)
         if any(arguments[number].is_conj() or arguments[number].is_neg() for number in self._gradients):
             return self._whole(*arguments)
@@ -239,8 +238,7 @@ class _PlannedGraph:
 
     def _own_results(self, bound: _Bound, plan: GraphPlan, arguments: tuple[Any, ...]) -> list[Any]:
         if not plan.in_graph:
-            plain_arguments = [_plain(value) for value in arguments]
-            return plan.run([value for value in plain_arguments if isinstance(value, torch.Tensor)])
+            return plan.run([_plain(value) for value in arguments if isinstance(value, torch.Tensor)])
         # Saved results stay in the graph's memory: the backward pass reads them there.
         results = list(plan.run([value for value in arguments if isinstance(value, torch.Tensor)]))
         if not self._saved:
@@ -267,9 +265,8 @@ class _PlannedGraph:
             fixed = {*instead_of.in_place}
         planner = (None if instead_of is None else instead_of.planner) or self._plan
         self._plans_made += instead_of is None
-        plan = planner(
-            self._planned_part, tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments))
-        )
+        plain_arguments = tuple(_plain(value, in_place=n in fixed) for n, value in enumerate(arguments))
+        plan = planner(self._planned_part, plain_arguments)
         bound = _Bound(plan, arguments, sorted(fixed), sizes)
         self._places.are_known = True
         self._bound = [bound, *[other for other in self._bound if other is not instead_of][: _RECENT - 1]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -29,11 +30,12 @@ from manyhands.errors import CannotTrace, first_line
 _CALL = "def call(function, arguments, keywords):\n    return function(*arguments, **keywords)"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Piece:
     """What is captured between two breaks: a graph, and a second one where gradients flow back through it."""
 
     tensors: int  # that guards look at
+    run: Any = None
 
 
 class Captured:
@@ -55,7 +57,10 @@ class Captured:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._local = threading.local()
         call = generated("call", _CALL, {})  # a new one: Dynamo stores what it captures with the code
-        self._compiled = compat.compile_quietly(call, self._capture, dynamic, self._note_break, self._limit_reached)
+        capture: Any = weakref.WeakMethod(self._capture)  # Dynamo keeps every backend, and all that it captured
+        self._compiled = compat.compile_quietly(
+            call, lambda *graph: capture()(*graph), dynamic, self._note_break, self._limit_reached
+        )
 
     def call(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Sequence[Piece]]:
         """The function's result, and the pieces that the call consisted of."""
@@ -91,20 +96,18 @@ class Captured:
     def _capture(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The function that Dynamo calls in place of a graph."""
         self.count += 1
-        piece = Piece(len(inputs))
-
-        def make(role: GraphRole) -> Planner:
-            return self._make(piece, role)
-
-        run = compile_with(module, inputs, make, to_compile=self._to_compile)  # if it fails, the code runs as written
+        piece, make, local = Piece(len(inputs)), self._make, self._local
+        run = compile_with(module, inputs, lambda role: make(piece, role), to_compile=self._to_compile)
         graph = compat.forward_graph()
         if graph is not None and graph.arguments < len(inputs):  # Dynamo would use it for any others
             raise CannotTrace("two of its arguments share memory, and it writes to one")
+        piece.run, kept = run, weakref.ref(piece)
 
         def call(*arguments: Any) -> Any:
-            ran = getattr(self._local, "ran", None)
-            if ran is not None:
+            if (piece := kept()) is None:  # its function is gone, not the code in it that another one shares
+                return module.forward(*arguments)
+            if (ran := getattr(local, "ran", None)) is not None:
                 ran[piece] = None
-            return run(*arguments)
+            return piece.run(*arguments)
 
         return call

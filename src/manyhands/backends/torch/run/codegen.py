@@ -42,7 +42,7 @@ def function(label: str, source: str, names: dict[str, Any]) -> Callable[..., An
     """The function that ``source`` defines; ``names`` are its globals, ``label`` the file's name in tracebacks."""
     filename = f"<manyhands {label} {next(_numbers)}>"
     exec(compile(source, filename, "exec"), names)
-    defined: Callable[..., Any] = names[source.partition("def ")[2].partition("(")[0]]
+    defined: Callable[..., Any] = names.pop(source.partition("def ")[2].partition("(")[0])
     # Without a modification time, linecache does not look for the file.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(defined, linecache.cache.pop, filename, None)
