@@ -108,7 +108,10 @@ class Parallel(ParallelFunction[P, R]):
     def __reduce__(self) -> str | tuple[object, ...]:
         """The function and the options are what is stored; of a decorated function its name."""
         name = getattr(self.function, "__qualname__", "")
-        if getattr(sys.modules.get(getattr(self.function, "__module__", "")), name, None) is self:
+        found: object = sys.modules.get(getattr(self.function, "__module__", ""))
+        for part in name.split("."):  # a method's is Net.forward
+            found = getattr(found, part, None)
+        if found is self:
             return name
         return _restore, (type(self), self.function, self._settings())
 
@@ -126,9 +129,7 @@ class Parallel(ParallelFunction[P, R]):
             if len(plans) == 1 and not calls.is_direct:
                 return plans[0][1]
             return joined_plan(plans, Plan(_as_written, notes=self._notes(calls)))
-        plan = super().planned
-        assert isinstance(plan, Plan)
-        return plan
+        return super().planned
 
     def explain(self) -> str:
         """How the last call was run, what it took, what bounds it, and why it is not faster."""

@@ -70,7 +70,7 @@ class Pure:
             if count > _TRACES:
                 traced = _plain(
                     f"traced {_TRACES} times already: gradients or numbers of an optimizer change at every call. Give "
-                    "a tensor, as in SGD(..., lr=torch.tensor(0.1))"
+                    "a tensor, as in SGD(..., lr=torch.tensor(0.1), fused=True)"
                 )
             else:
                 with PlanningProgress(self._name) as progress:

@@ -178,7 +178,6 @@ def _catches(x: torch.Tensor) -> torch.Tensor:
         (lambda x: x + 1 if x.sum() > 0 else x - 1, "needs a tensor's value"),
         (lambda x: x[x > 0], "depends on values"),
         (lambda x: x * TAKEN.sum().item(), "reads values"),
-        (lambda x: x * TAKEN.tolist()[0], "reads values"),
         (_catches, "reads values"),
         (lambda x: torch.autograd.grad((x * WEIGHT).norm(), WEIGHT, create_graph=True)[0], "computed later"),
     ],

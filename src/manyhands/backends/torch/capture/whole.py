@@ -190,7 +190,7 @@ class _Tracing:
             self._refused = self._refused or NotYet(
                 "the optimizer changed its state or settings in this call: state that is made at the first step is "
                 "there at the next call, which is planned; numbers that change at every step cannot be planned: give "
-                "a tensor, as in SGD(..., lr=torch.tensor(0.1))"
+                "a tensor, as in SGD(..., lr=torch.tensor(0.1), fused=True)"
             )
         self._put_back.clear()
 
