@@ -320,8 +320,8 @@ def test_what_holds_futures_arrives_as_what_it_was(mh: Any, native: Any) -> None
             arrived = mh.task(lambda held: held)(value).result()
             assert type(arrived) is type(expected)
             assert arrived == expected
-        arrived = mh.task(lambda held: held)(defaultdict(list, a=one)).result()
-        assert arrived["new"] == []
+        assert mh.task(lambda held: held)(defaultdict(list, a=one)).result()["new"] == []
         arrived = mh.task(lambda held: (type(held), dict(held), held.name))(kept).result()
         assert arrived == (Native, {"a": 1}, "changed")
         assert mh.task(lambda call: call())(functools.partial(pow, one, 3)).result() == 1
+        assert mh.task(functools.partial(pow, one))(3).result() == 1

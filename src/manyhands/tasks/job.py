@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Hashable, Set
 from types import TracebackType
@@ -57,10 +58,10 @@ class TaskCall:
     ) -> None:
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.number = next(_numbers)
-        self._function, self._arguments, self._keywords, self._writes = function, arguments, keywords, writes
+        self._arguments, self._keywords, self._writes = (function, *arguments), keywords, writes
         self.workers, self._hooks = (scope.workers, scope.hooks) if scope else (None, _OF_PYTHON)
         self.unsettled = scope.jobs if scope else {}  # where its scope keeps it, until it has succeeded
-        self._bound = self._hooks.bound(function)
+        self._bound = self._hooks.bound(operator.call)
         self._context: contextvars.Context | None = contextvars.copy_context()
         # What it touches, as far as known; what of that was written since; where it is listed (see Dependencies).
         self.touched = self.overwritten = self.listed = NOTHING
@@ -77,7 +78,6 @@ class TaskCall:
 
     def release(self) -> None:
         """Release what it needed to run: it will not be run any more."""
-        self._function = self._bound = _nothing
         self._arguments, self._keywords, self._writes = (), {}, ()
         self._context = None
 
@@ -100,7 +100,7 @@ class TaskCall:
         return look(self._hooks, self.value).memories
 
     def _reads(self) -> Touched:
-        return look(self._hooks, self._function, *self._arguments, *self._keywords.values())
+        return look(self._hooks, *self._arguments, *self._keywords.values())
 
     # Running
 
@@ -191,10 +191,6 @@ class TaskCall:
                     "task(fn)(future), of a task that was submitted before"
                 )
             self.waits_for = awaited
-
-
-def _nothing() -> None:
-    """Stands in for the function of a call that is over."""
 
 
 def call_at_once(function: Callable[..., T], arguments: tuple[object, ...], keywords: dict[str, object]) -> T:

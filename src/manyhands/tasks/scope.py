@@ -113,8 +113,8 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
     """A function whose calls are tasks: ``task(fn)(a, b)`` gives a :class:`Future`.
 
     Arguments may be futures, also inside lists, tuples, dicts, sets, deques, ``ChainMap``, dataclasses and partial
-    functions: the function gets their results. ``writes`` are the objects that the call changes, as a tuple: arguments,
-    futures, or things that the function knows from elsewhere.
+    functions (``fn`` itself, too): the function gets their results. ``writes`` are the objects that the call changes,
+    as a tuple: arguments, futures, or things that the function knows from elsewhere.
     """
     if not callable(function):
         raise TypeError(
@@ -135,7 +135,7 @@ def task(function: Callable[..., T], *, writes: tuple[object, ...] = ()) -> Call
             scope.workers.submit(job)
         else:
             job = TaskCall(function, (), {})
-            job.value = call_at_once(function, fill(arguments), fill(keywords))
+            job.value = call_at_once(fill(function), fill(arguments), fill(keywords))
             job.begun = job.over = True
             job.release()
         return Future(job)
