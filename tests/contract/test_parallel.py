@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,8 @@ def test_values_that_are_no_tensors_come_back_as_they_were(mh: Any, native: Any)
         pytest.skip("tf.function makes tensors of numbers and texts")
     fast = mh.parallel(lambda x, scale, *, names=("a",): (x * scale, scale, names, None, len))
     for scale in (2.0, 3.5, 2.0):
-        same(
-            native,
-            fast(square(native), scale, names=("b", "c")),
-            fast.function(square(native), scale, names=("b", "c")),
-        )
+        found, expected = (made(square(native), scale, names=("b", "c")) for made in (fast, fast.function))
+        same(native, found, expected)
 
 
 def test_other_shapes_and_other_values_are_other_calls(mh: Any, native: Any) -> None:
@@ -236,6 +234,7 @@ def test_every_framework_has_the_same_interface(mh: Any, native: Any) -> None:
     assert list(inspect.signature(fast.forecast).parameters) == ["devices", "lanes", "bandwidth", "latency"]
     decorated = mh.parallel()(lambda x: x * 3.0)
     same(native, decorated(square(native)), square(native) * 3.0)
+    assert pickle.loads(pickle.dumps(mh.parallel(len))).function is len
 
 
 def test_options_that_a_framework_has_not_are_refused(mh: Any, native: Any) -> None:

@@ -9,7 +9,6 @@ planner.
 from __future__ import annotations
 
 import numbers
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -23,9 +22,6 @@ from manyhands.parallel.interface import P, ParallelFunction, R
 from manyhands.parallel.plan import AS_WRITTEN, Plan
 from manyhands.parallel.planner import PlanOptions
 from manyhands.parallel.pure import Pure
-from manyhands.schedule.forecast import Machine, ScheduleForecast, forecast
-from manyhands.schedule.simulate import timeline_of
-from manyhands.schedule.timeline import Timeline
 from manyhands.tree import plain_leaves
 
 _FORMS = 64  # kinds of calls whose times are kept
@@ -105,19 +101,9 @@ class Parallel(ParallelFunction[P, R]):
         calls = Calls(self.function, self._captured, self._graphs, always=self.synchronous)
         return self._forms.setdefault(form, calls)
 
-    def __reduce__(self) -> str | tuple[object, ...]:
-        """The function and the options are what is stored; of a decorated function its name."""
-        name = getattr(self.function, "__qualname__", "")
-        found: object = sys.modules.get(getattr(self.function, "__module__", ""))
-        for part in name.split("."):  # a method's is Net.forward
-            found = getattr(found, part, None)
-        if found is self:
-            return name
-        return _restore, (type(self), self.function, self._settings())
-
-    def _settings(self) -> dict[str, object]:
+    def _stored(self) -> tuple[object, ...]:
         names = ("pure", "dynamic", "reuse_outputs", "memory", "compile", "synchronous")
-        return {name: getattr(self, name) for name in names}
+        return _restore, (type(self), self.function, {name: getattr(self, name) for name in names})
 
     # Explaining
 
@@ -148,28 +134,6 @@ class Parallel(ParallelFunction[P, R]):
         notes = [calls.why_direct] if calls.is_direct else []
         notes += [f"break {number}: {graph_break}" for number, graph_break in enumerate(captured.breaks, 1)]
         return (*notes, *captured.notes)
-
-    def measure(self) -> Timeline:
-        schedule, planned = self._schedule(), self.planned
-        assert planned.timed is not None
-        try:
-            moments = planned.timed()
-        except Exception as error:
-            raise EngineError(
-                f"it cannot be run with substitute arguments ({first_line(error)}): timeline(path, simulated=True) "
-                "draws it from the costs of its tasks"
-            ) from error
-        return timeline_of(schedule, moments, f"measured; {planned.how}")
-
-    def forecast(
-        self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
-    ) -> ScheduleForecast:
-        schedule, planned = self._schedule(), self.planned
-        assert planned.footprint is not None
-        placed = zip(schedule.lane_of, schedule.graph.tasks, strict=True)
-        used = len({lane for lane, task in placed if task.kind == "compute"})
-        machine = Machine(devices, max(1, used) if lanes is None else lanes, bandwidth, latency)
-        return forecast(schedule.graph, planned.footprint, machine)
 
 
 def _form(arguments: tuple[object, ...], keywords: dict[str, object]) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ what it reads from Python besides its arguments is read then. There is no plan o
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack, overload
 
@@ -14,8 +15,6 @@ from manyhands.errors import EngineError
 from manyhands.parallel.explain import name_of
 from manyhands.parallel.interface import P, ParallelFunction, R, refuse_threads
 from manyhands.parallel.plan import Plan
-from manyhands.schedule.forecast import ScheduleForecast
-from manyhands.schedule.timeline import Timeline
 from manyhands.tasks.arguments import FrameworkHooks
 from manyhands.tasks.scope import parallel as Scope
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:  # the type checker checks the three modules against the proto
 class Runtime(Protocol):
     """The module ``parallel`` of a framework; it has the answers for explicit tasks, too."""
 
+    __name__: str
     name: str
     RUN_AS: str  # what runs a function: "jax.jit"
     SCHEDULER: str  # who decides what runs when
@@ -56,13 +56,8 @@ class HandedOver(ParallelFunction[P, R]):
     def planned(self) -> Plan:
         raise self._no_plan()
 
-    def measure(self) -> Timeline:
-        raise self._no_plan()
-
-    def forecast(
-        self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
-    ) -> ScheduleForecast:
-        raise self._no_plan()
+    def _stored(self) -> tuple[object, ...]:
+        return _restore, (self.function, self.runtime.__name__)
 
     def _no_plan(self) -> EngineError:
         name, runtime = name_of(self.function), self.runtime
@@ -70,6 +65,10 @@ class HandedOver(ParallelFunction[P, R]):
             f"{runtime.name}'s own runtime schedules {name}, so manyhands has no plan to draw, time or forecast: "
             f"{runtime.PROFILER} shows when each operation ran; written in torch, {name} would be planned"
         )
+
+
+def _restore(function: Callable[..., object], runtime: str) -> HandedOver[..., object]:
+    return HandedOver(function, importlib.import_module(runtime))
 
 
 class _ScopeOrDecorator(Scope):

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import abc
 import functools
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from manyhands.amounts import count_of
-from manyhands.errors import EngineError, type_in_words
+from manyhands.errors import EngineError, first_line, type_in_words
 from manyhands.parallel import explain
 from manyhands.parallel.plan import Plan
 from manyhands.schedule import graph_svg
-from manyhands.schedule.forecast import ScheduleForecast
+from manyhands.schedule.forecast import Machine, ScheduleForecast, forecast
 from manyhands.schedule.lanes import Schedule
-from manyhands.schedule.simulate import simulate
+from manyhands.schedule.simulate import simulate, timeline_of
 from manyhands.schedule.timeline import Timeline, checked_path
 
 P = ParamSpec("P")
@@ -47,6 +48,18 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
         """As a decorator of a method: the instance is its first argument."""
         return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """The function and the options are what is stored; of a decorated function its name."""
+        name = getattr(self.function, "__qualname__", "")
+        found: object = sys.modules.get(getattr(self.function, "__module__", ""))
+        for part in name.split("."):  # a method's is Net.forward
+            found = getattr(found, part, None)
+        return name if found is self else self._stored()
+
+    @abc.abstractmethod
+    def _stored(self) -> tuple[object, ...]:
+        """What makes this one again, and its arguments."""
 
     if not TYPE_CHECKING:  # it would let the type checker accept every name
 
@@ -88,11 +101,19 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         """When each task of the last call's schedule would run, from the costs of its tasks."""
         return simulate(self._schedule())
 
-    @abc.abstractmethod
     def measure(self) -> Timeline:
         """The last call's schedule, run once more: when each task began and ended."""
+        schedule, planned = self._schedule(), self.planned
+        assert planned.timed is not None
+        try:
+            moments = planned.timed()
+        except Exception as error:
+            raise EngineError(
+                f"it cannot be run with substitute arguments ({first_line(error)}): timeline(path, simulated=True) "
+                "draws it from the costs of its tasks"
+            ) from error
+        return timeline_of(schedule, moments, f"measured; {planned.how}")
 
-    @abc.abstractmethod
     def forecast(
         self, devices: int, *, lanes: int | None = None, bandwidth: float = 25e9, latency: float = 10e-6
     ) -> ScheduleForecast:
@@ -101,6 +122,12 @@ class ParallelFunction(abc.ABC, Generic[P, R]):
         ``lanes`` of each device (as many as the last call used), ``bandwidth`` in bytes a second into each, ``latency``
         in seconds a copy. A simulation on measured costs; its schedule is proved like any other. Print it.
         """
+        schedule, planned = self._schedule(), self.planned
+        assert planned.footprint is not None
+        placed = zip(schedule.lane_of, schedule.graph.tasks, strict=True)
+        used = len({lane for lane, task in placed if task.kind == "compute"})
+        machine = Machine(devices, max(1, used) if lanes is None else lanes, bandwidth, latency)
+        return forecast(schedule.graph, planned.footprint, machine)
 
     def _schedule(self) -> Schedule:
         planned = self.planned
