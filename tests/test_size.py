@@ -13,12 +13,12 @@ TESTS = Path(__file__).parent
 # By folder: lines that it may have, and the aim for later work. Words are the files beside the folders.
 FOLDERS = {
     "audit": (3_525, 3_500),
-    "backends": (9_455, 9_500),
+    "backends": (9_460, 9_500),
     "book": (1_555, 1_200),
     "cli": (1_580, 1_400),
     "forecast": (1_605, 1_500),
     "lab": (1_825, 1_600),
-    "parallel": (1_830, 1_900),
+    "parallel": (1_820, 1_900),
     "placement": (700, 900),
     "schedule": (1_380, 1_400),
     "tasks": (1_000, 1_000),
@@ -30,7 +30,7 @@ CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (4_985, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (39_030, 37_000)  # without the auditor's corpus
+TEST_LINES = (39_035, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:
