@@ -265,6 +265,7 @@ class BaseTrainer(Evaluating):
         first, path = launcher.is_first(), None if run is None else run.path
         quiet = self.options.quiet or not first
         called = Dispatcher(self._callbacks(), settings, path, quiet=quiet, first=first, title=title)
+        called.training.validates = self.test_source is not None
         called.notes += [] if self._device_note is None else [self._device_note]
         with stopping.record_signals(), called as dispatcher:
             result = self._train(model, settings, dispatcher, run=run, resume=resume)

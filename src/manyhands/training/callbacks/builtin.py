@@ -36,12 +36,14 @@ class Monitored(Callback):
         self._name = self.monitored = monitor
         self._mode: Mode = mode or ("max" if monitor.endswith(("_acc", "_accuracy")) else "min")
         self._is_of_evaluations = monitor.startswith("val_")  # a model may log it there by any name
+        self._evaluated = False  # yet
 
     def _look(self, training: Training, value: float) -> None:
         """The metric has a new value."""
         raise NotImplementedError
 
     def on_evaluation(self, training: Training, metrics: Values) -> None:
+        self._evaluated = True
         if self._name in metrics:
             self._is_of_evaluations = True
             self._look(training, metrics[self._name])
@@ -51,9 +53,11 @@ class Monitored(Callback):
     def on_epoch_end(self, training: Training, row: Row) -> None:
         if self._is_of_evaluations:
             return
-        if self._name in NO_METRICS or row.get(self._name) is None:
-            raise self._unknown_metric(name for name in row if name not in NO_METRICS and row[name] is not None)
-        self._look(training, float(row[self._name]))
+        known = [name for name in row if name not in NO_METRICS and row[name] is not None]
+        if self._name in known:
+            self._look(training, float(row[self._name]))
+        elif self._evaluated or not training.validates:  # else the first evaluation comes later
+            raise self._unknown_metric(known)
 
     def _unknown_metric(self, names: Iterable[str]) -> BadSettings:
         return BadSettings(f"{self._who}: {missing_metric(self._name, sorted(names))}")

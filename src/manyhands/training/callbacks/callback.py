@@ -36,9 +36,9 @@ class Training:
         # The epoch that is trained, from 1 on; and the steps that were made when the metrics of this moment were.
         self.epoch = 0
         self.step = 0
-        # Batches of an epoch, where that is known; and whether the job continues from a checkpoint.
+        # Batches of an epoch, where that is known; whether the job continues from a checkpoint; has validation data.
         self.batches: int | None = None
-        self.resumed = False
+        self.resumed = self.validates = False
         # The rows of all epochs so far, as in ``result.rows``.
         self.rows: list[Row] = []
         # At the end: what came of it, or the error that ended it.

@@ -94,6 +94,8 @@ def test_a_metric_of_validation_steps_may_have_any_name() -> None:
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0)
     schedule, stop = mh.PerEpoch(plateau, monitor="constant"), mh.EarlyStopping("constant", patience=3)
     assert len(fit(Logs(), max_epochs=9, schedule=schedule, callbacks=[stop]).rows) == 4
+    stop, limits = mh.EarlyStopping("constant", patience=3), mh.Limits(evaluate_every="2 epochs")
+    assert len(fit(Logs(), max_epochs=9, limits=limits, callbacks=[stop]).rows) == 8
     with pytest.raises(BadSettings, match="no metric 'constants'"):
         fit(Logs(), schedule=mh.PerEpoch(plateau, monitor="constants"))
 
