@@ -10,7 +10,7 @@ program: of its model, in the loop that people write); `parallel(fn)`; `parallel
 bfloat16, training under bfloat16 autocast. Where there is no GPU, the graph is left out and all is in float32.
 
 Results are compared with eager's first: equal to the bit, or no further from the same program in float64 than eager is
-(`backends/exactness.py`); of a training program the losses and all weights after three steps. Then all ways are timed
+(`benchmarks/exact`); of a training program the losses and all weights after three steps. Then all ways are timed
 in turns in one process: milliseconds of a call, back to back; in brackets the same with a wait after every call.
 
 Every program has a process of its own and a limit of time: one that fails is a row that says so. With `--together N`
