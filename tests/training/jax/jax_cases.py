@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from manyhands import jax as mh
 from manyhands.cli import parity
@@ -41,6 +41,13 @@ class Net(nnx.Module):
         X = X if self.norm is None else self.norm(X)
         X = jnp.tanh(X)
         return self.last(X if self.dropout is None else self.dropout(X))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, X: Any, train: bool) -> Any:
+        X = linen.BatchNorm(use_running_average=not train, momentum=0.9)(linen.Dense(8)(X))
+        return linen.Dense(CLASSES)(linen.Dropout(0.2, deterministic=not train)(jnp.tanh(X)))
 
 
 def devices(count: int) -> list[Any]:

@@ -11,9 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax_cases import CLASSES, Net, difference, fit, numbers, same, vectors
+from jax_cases import CLASSES, LinenNet, Net, difference, fit, numbers, same, vectors
 from test_jax_exact import weighted
-from test_jax_training import LinenNet
 
 from manyhands import jax as mh
 from manyhands.book.jax import BOOK

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax_cases import CLASSES, Net, devices, difference, fit, numbers, vectors
-from test_jax_adapters import LinenNet
+from jax_cases import CLASSES, LinenNet, Net, devices, difference, fit, numbers, vectors
 from test_jax_exact import Chunks
 
 from manyhands import jax as mh
