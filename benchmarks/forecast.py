@@ -384,17 +384,18 @@ def _show(title: str, result: dict[str, Any], compared: list[Case]) -> None:
 def against_ranks(ranks: list[int], between: str, batch_size: int = 256, steps: int = 12, epochs: int = 4) -> None:
     """Forecast, then train with as many GPUs: the median of the epochs after the first."""
     from manyhands import torch as mh
+    from manyhands.book import recipes
     from manyhands.forecast import measured
 
-    model, batch = measured.example("torch", "resnet18", batch_size)
-    made = mh.forecast(model, batch, devices=ranks, link=between)
+    model, batch = recipes.of("torch").model, measured.of("torch").noise(batch_size)
+    made = mh.forecast(model("resnet18", 0), batch, devices=ranks, link=between)
     print(made, "\n\n| ranks | forecast | real | error |\n|---|---|---|---|")
     data = tuple(part.repeat(steps, *[1] * (part.dim() - 1)) for part in batch)
     for row in made.rows:
         trainer = mh.Trainer(
             epochs, devices=[f"gpu:{n}" for n in range(row.devices)], batch_size=batch_size, quiet=True
         )
-        result = trainer.fit(measured.example("torch", "resnet18", 1)[0], data)
+        result = trainer.fit(model("resnet18", 0), data)
         real = statistics.median(epoch["seconds"] for epoch in result.rows[1:]) / steps
         print(f"| {row.devices} | {row.seconds * 1e3:.1f} ms | {real * 1e3:.1f} ms | {row.seconds / real - 1:+.1%} |")
 

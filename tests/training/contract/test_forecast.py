@@ -16,7 +16,7 @@ def test_a_step_is_measured_and_the_model_left_alone(bench: Bench) -> None:
         with pytest.raises(BadSettings, match="forecast measures models of PyTorch and JAX"):
             bench.mh.forecast(recipes.of(bench.framework).model("mlp", 0), (np.zeros((2, 28, 28)), np.zeros(2)))
         return
-    model, batch = measured.example(bench.framework, "mlp", 16)
+    model, batch = bench.recipes.model("mlp", 0), measured.of(bench.framework).noise(16)
     images = small_set().test.images[:5]
     before = bench.scores(model, images)
     made = bench.mh.forecast(model, batch, devices=[1, 2, 64], link="nvlink", precision="fp32")
