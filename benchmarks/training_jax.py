@@ -33,8 +33,7 @@ import optax
 from flax import nnx
 
 from manyhands import machine
-from manyhands.book import jax as book
-from manyhands.book import jax as datasets
+from manyhands.book.jax import BOOK
 from manyhands.training.data import fashion_mnist
 from manyhands.training.data.order import epoch_order
 from manyhands.training.data.sources import Arrays
@@ -70,7 +69,7 @@ class HandWritten:
 
 
 def hand_written(problem: Problem) -> HandWritten:
-    net = book.model(problem.model, 0)
+    net = BOOK.model(problem.model, 0)
     if problem.bf16:
         for _, layer in nnx.iter_modules(net):
             if hasattr(layer, "dtype"):
@@ -217,7 +216,7 @@ def manyhands(problem: Problem) -> Outcome:
         precision="bf16" if problem.bf16 else "fp32",
         quiet=True,
     )
-    result = trainer.fit(book.model(problem.model, 0), problem.data)
+    result = trainer.fit(BOOK.model(problem.model, 0), problem.data)
     seconds = [row["seconds"] for row in result.rows]
     return Outcome(seconds[1:], seconds[0], result.rows[-1]["train_loss"])
 
@@ -227,7 +226,7 @@ ROWS: dict[str, Callable[[Problem], Outcome]] = {"by hand": by_hand, "manyhands"
 
 def problem_of(options: argparse.Namespace) -> Problem:
     on_gpu = jax.devices()[0].platform != "cpu"
-    train, _ = datasets.data(fashion_mnist.load(), None)
+    train, _ = BOOK.data(fashion_mnist.load(), None)
     if options.quick:
         return Problem("lenet", train.first(4096), options.batch_size, options.epochs, 0.1, bf16=False)
     return Problem(options.model, train, options.batch_size, options.epochs, 0.1, bf16=on_gpu)
