@@ -72,17 +72,17 @@ def described(graph: Any, bound: Any, arguments: tuple[Any, ...]) -> str:
     """A graph, and how many of its bytes are copied."""
     kind = "backward" if graph._is_backward else "graph"
     operations = sum(node.op == "call_function" for node in graph._planned_part.graph.nodes)
-    moving = {number for _, number in bound._moving}
     tensors = {number: value for number, value in enumerate(arguments) if isinstance(value, torch.Tensor)}
-    copied = megabytes(tensors[number] for number in moving)
-    in_place = megabytes(value for number, value in tensors.items() if number not in moving)
+    fixed = {*bound.in_place}
+    in_place = megabytes(tensors[number] for number in fixed)
+    copied = megabytes(value for number, value in tensors.items() if number not in fixed)
     outputs = next(node for node in graph._planned_part.graph.nodes if node.op == "output").args[0]
     values = [getattr(output, "meta", {}).get("val") for output in outputs]
     results = megabytes(value for value in values if isinstance(value, torch.Tensor))
     unplanned = "" if bound.plan is not None else ", not planned"
     return (
-        f"{kind}: {operations} operations; {len(tensors) - len(moving)} arguments read in place ({in_place:.1f} MB), "
-        f"{len(moving)} copied in until they stay where they are ({copied:.1f} MB); {len(values)} results "
+        f"{kind}: {operations} operations; {len(fixed)} arguments read in place ({in_place:.1f} MB), "
+        f"{len(tensors) - len(fixed)} copied in, on a GPU ({copied:.1f} MB); {len(values)} results "
         f"({results:.1f} MB){unplanned}"
     )
 
