@@ -22,6 +22,8 @@ WIDTHS = [1440, 390]
 LOOK = """<body><script>
 const short = (element) => element.textContent.trim().slice(0, 60);
 const visible = (element) => element.getClientRects().length > 0;
+const after = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+const missing = (image) => visible(image) && image.naturalWidth === 0;
 function* problems(page, width) {
   const root = page.documentElement, right = root.clientWidth + 1;
   if (root.scrollWidth > right) yield "the page is wider than the screen";
@@ -31,7 +33,7 @@ function* problems(page, width) {
     for (const code of page.querySelectorAll(".md-typeset pre > code"))
       if (visible(code) && code.scrollWidth > code.clientWidth + 1) yield "clipped code: " + short(code);
   for (const image of page.querySelectorAll(".md-content img"))
-    if (visible(image) && image.naturalWidth === 0) yield "a picture that does not load: " + image.src;
+    if (missing(image)) yield "a picture that does not load: " + image.src;
     else if (width < 1000 && image.matches("[src$='.svg']:not(picture img)") && image.naturalWidth > 1.1 * image.width)
       yield "small letters: " + image.src;
   const range = page.createRange();
@@ -55,8 +57,11 @@ async function look() {
     await new Promise((loaded) => { frame.onload = loaded; frame.src = page; document.body.append(frame); });
     for (const width of WIDTHS) {
       frame.width = width;
-      await new Promise((done) => setTimeout(done, 60));
-      const wrong = [...new Set(problems(frame.contentDocument, width))];
+      await after(60);
+      const shown = frame.contentDocument;  // at another width it may load other pictures
+      for (let turn = 0; turn < 100 && [...shown.querySelectorAll(".md-content img")].some(missing); turn++)
+        await after(100);
+      const wrong = [...new Set(problems(shown, width))];
       if (wrong.length) found[page + " at " + width] = wrong.slice(0, 8);
     }
     frame.remove();
