@@ -206,7 +206,7 @@ class ResultsDiffer(ManyhandsError, ArithmeticError):
 
 
 class NotMeasured(ManyhandsError, RuntimeError):
-    """Times that cannot be true, or a machine that other programs use: there is no number."""
+    """Nothing was measured: the times cannot be true, or other programs use the machine."""
 
 
 class FrameworkMissing(ManyhandsError, ImportError):

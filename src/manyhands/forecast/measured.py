@@ -74,7 +74,7 @@ def forecast(
 
 
 def of(framework: str) -> Any:
-    """The module that measures in a framework: ``profile``, ``resized``, ``noise`` and ``has_gpu``."""
+    """The module that measures in a framework: ``profile``, ``resize``, ``noise`` and ``has_gpu``."""
     require(framework)
     if framework not in _FRAMEWORKS.values():
         raise BadSettings(f"{framework}: {_OTHERS}")
