@@ -125,7 +125,7 @@ class StepSnapshot:
         self._step = step
         self._versions = step.versions()
         self._had_state = set(step.optimizer.state)
-        self._copies = [tensor.clone() for tensor in self._tensors()]
+        self._copies = [tensor.detach().clone() for tensor in self._tensors()]
         self._random = randomness.as_tensors(step.device)
 
     @property
