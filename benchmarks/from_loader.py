@@ -4,10 +4,11 @@
     python benchmarks/from_loader.py --nets resnet18,gpt2 --rows eager,manyhands
     python benchmarks/from_loader.py --tiny                        small sizes on any device: no figures to quote
 
-The loader is one that keeps up: it gathers a batch at once (`__getitems__`), bytes of images become numbers on the
-device, two workers, pinned memory. Rows are at their strongest: by hand with fused optimizers, channels_last, copies
-from pinned memory beside the step, and static buffers for the graphs; `graph-compiled` is `torch.compile` in one CUDA
-graph for each shape of a batch. `manyhands-resident` has the same data on the GPU.
+The loader gathers a batch at once (`__getitems__`), bytes of images become numbers on the device, two workers, pinned
+memory. The row `loader` only copies its batches to the device: no other row from the loader can be faster. Rows are at
+their strongest: by hand with fused optimizers, channels_last, copies from pinned memory beside the step, and static
+buffers for the graphs; `graph-compiled` is `torch.compile` in one CUDA graph for each shape of a batch.
+`manyhands-resident` has the same data on the GPU.
 
 Every row has a process of its own; compilers' caches are filled before (`--fill`, which runs first). A process gets
 the GPU for itself while it trains: the others load their libraries meanwhile. Milliseconds a step: the median of the
@@ -71,12 +72,10 @@ class Bytes(nn.Module):
 class Images(Dataset[Any]):
     """``count`` images, of which 1,024 are different; a batch is gathered at once."""
 
-    def __init__(self, count: int, shape: tuple[int, ...], classes: int = CLASSES, *, floats: bool = False) -> None:
+    def __init__(self, count: int, shape: tuple[int, ...], classes: int = CLASSES) -> None:
         generator = torch.Generator().manual_seed(0)
         different = min(count, 1024)
         self.count, self.images = count, torch.randint(256, (different, *shape), dtype=torch.uint8, generator=generator)
-        if floats:
-            self.images = self.images.float().div(255)
         self.labels = torch.randint(classes, (different,), generator=generator)
 
     def __len__(self) -> int:
@@ -144,10 +143,7 @@ def nets(tiny: bool, steps: int) -> dict[str, Net]:
     of_resnet, of_unet = (4, 4) if tiny else (256, 32)
     found = {"resnet18": Net(resnet18, lambda: Images(steps * of_resnet, (28, 28)), of_resnet)}
     found["unet"] = Net(
-        lambda: suite.UNet(8 if tiny else 32),
-        lambda: Images(steps * of_unet, (3, 64, 64), 4, floats=True),
-        of_unet,
-        images=False,
+        lambda: Bytes(suite.UNet(8 if tiny else 32)), lambda: Images(steps * of_unet, (3, 64, 64), 4), of_unet
     )
     if importlib.util.find_spec("torchvision") is not None:
         from torchvision import models
@@ -241,6 +237,15 @@ def synchronize() -> None:
 
 
 # Rows
+
+
+def loader_alone(run: Run) -> None:
+    loader = loader_of(run.net, run.net.data())
+    for _ in range(run.epochs):
+        with run.epoch() as losses:
+            for from_loader in loader:
+                run.on_device(from_loader)
+            losses.append(torch.zeros(()))
 
 
 def by_hand(run: Run, wrap: Callable[[Any], Any] = whole) -> None:
@@ -392,6 +397,7 @@ def manyhands(run: Run, *, optimize: Any = "auto", resident: bool = False) -> No
 
 
 ROWS: dict[str, Callable[[Run], None]] = {
+    "loader": loader_alone,
     "lightning": lightning,
     "accelerate": accelerate,
     "eager": by_hand,
@@ -432,7 +438,7 @@ def measure(name: str, row: str, flags: argparse.Namespace) -> dict[str, Any]:
 
 def child(name: str, row: str, flags: argparse.Namespace, *, fill: bool) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", f"{name}/{row}", "--lock", flags.lock]
-    command += ["--steps", str(3 if fill else flags.steps), "--epochs", str(flags.epochs)]
+    command += ["--steps", str(len(LENGTHS) if fill else flags.steps), "--epochs", str(flags.epochs)]
     command += ["--tiny"] * flags.tiny + ["--fill-one"] * fill
     cache = f"{flags.cache}/{name}-{row}"
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
