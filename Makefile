@@ -43,11 +43,11 @@ test-%: export TORCHINDUCTOR_VEC_ISA_OK := 0
 test-%: export OMP_WAIT_POLICY := passive
 test-training-%: export OMP_NUM_THREADS := 1
 
-# The longest first: none of them is left alone at the end.
-SUITES := test-backends-torch test-training-own-tensorflow test-training-own-jax test-training-own-torch-s-z \
+# The longest first: none of them is left alone at the end. But the one that may skip all of its tests does not come last.
+SUITES := test-gpu test-backends-torch test-training-own-tensorflow test-training-own-jax test-training-own-torch-s-z \
 	test-training-contract-jax test-training-own-torch-a-r test-training-contract-tensorflow test-core test-backends-tensorflow \
 	test-training-contract-torch test-training-own-mxnet test-backends-jax test-examples test-backends-mxnet test-audit-torch \
-	test-training-contract-mxnet test-virtual-torch test-virtual-jax test-virtual-tensorflow test-virtual-mxnet test-gpu
+	test-training-contract-mxnet test-virtual-torch test-virtual-jax test-virtual-tensorflow test-virtual-mxnet
 SUITES_HERE := $(filter-out $(addprefix %-,$(SKIPPED)),$(SUITES))
 OF_EACH := $(foreach kind,test test-backends test-virtual test-training test-training-contract test-training-own,\
 	$(addprefix $(kind)-,$(FRAMEWORKS)))
@@ -90,9 +90,9 @@ types: $(VENVS)/torch/.ready
 test-core: $(VENVS)/torch/.ready
 	$(TORCH)/pytest $(CORE)
 
-# Where there is no GPU these are skipped, and say so.
+# Where there is no GPU these are imported, and skipped.
 test-gpu: $(VENVS)/torch/.ready
-	$(TORCH)/pytest tests/gpu -rs
+	$(TORCH)/pytest tests/gpu
 
 # Guards and the command on PyTorch's virtual devices, each in processes of its own.
 test-audit-torch: $(VENVS)/torch/.ready
@@ -137,6 +137,7 @@ test-long: $(addprefix $(VENVS)/,$(addsuffix /.ready,$(HERE)))
 
 skipped:
 	@$(foreach name,$(SKIPPED),echo "skipped: $(name) cannot be installed for $$($(PYTHON) --version)";)
+	@command -v nvidia-smi >/dev/null || echo "skipped: tests/gpu, because there is no GPU"
 	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null || \
 		echo "skipped: pages of the site in a browser, because there is no Chromium (apt-get install chromium)"
 
