@@ -70,8 +70,10 @@ def sizes(total: int, count: int, shares: Sequence[float] | None = None, *, leas
     >>> sizes(7, 3, [0.5, 0.3, 0.2], least=2)
     [4, 3, 0]
     """
-    parts = [Fraction(1, count)] * count if shares is None else check(shares, count)
-    due = [part * total for part in parts]
+    if shares is None:
+        counts = [total // count + (device < total % count) for device in range(count)]
+        return counts if least <= 1 else _without_small(counts, least)
+    due = [part * total for part in check(shares, count)]
     counts = [math.floor(part) for part in due]
     left = total - sum(counts)
     by_remainder = sorted(range(count), key=lambda i: (counts[i] - due[i], i))

@@ -101,8 +101,9 @@ def _take(
         seeds = {"seed": mixed_seed(seed, first.step, world.rank), "draws": mixed_seed(seed, first.epoch)}
         divided = len(parts) > len(windows) or world.size > 1
         picked = source.batches([order[start:stop] for start, stop in parts], **seeds, pin=pin, divided=divided)
-        if world.device.type == "cpu" and not source.workers:
-            return picked  # read in this thread: while the dataset draws random numbers, the model must not
+        # Worker processes read ahead. Without them, on a CPU: while the dataset draws numbers, the model must not.
+        if source.workers or world.device.type == "cpu":
+            return on_device(picked, world.device)
     return on_device(ahead(picked, world.device), world.device)
 
 
