@@ -12,27 +12,25 @@ itself while it trains. Milliseconds a step: the median of the timed epochs, aft
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import apart
 
 HERE = Path(__file__).parents[1]
 NETS = (
     "unet,resnet50,densenet121,mobilenet-v3,efficientnet-b0,convnext-tiny,"
     "gpt,lstm,vit-b-16,swin-t,recommender,hf-bert,hf-llama"
 )
-AHEAD = 4
 
 
-def measure(name: str, steps: int, epochs: int, tiny: bool, lock: Path) -> dict[str, Any]:
+def measure(name: str, steps: int, epochs: int, tiny: bool) -> dict[str, Any]:
     """In a process whose modules are those of one checkout."""
     torch, training, nets = map(importlib.import_module, ("torch", "training", "training_nets"))
     on_gpu = torch.cuda.is_available()
@@ -41,8 +39,7 @@ def measure(name: str, steps: int, epochs: int, tiny: bool, lock: Path) -> dict[
     if name not in known:
         return {"missing": True}
     problem = nets.problem_of(name, known[name], device, steps, 1 + epochs)
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with apart.turn():
         outcome = training.manyhands(problem)
     first, *timed = outcome.seconds
     peak = torch.cuda.max_memory_reserved() / 1e6 if on_gpu else 0.0
@@ -50,15 +47,11 @@ def measure(name: str, steps: int, epochs: int, tiny: bool, lock: Path) -> dict[
     return {"ms": ms, "first": first, "peak": peak, "loss": outcome.losses[-1]}
 
 
-def child(checkout: Path, name: str, flags: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, str(checkout), "--one", name, "--lock", str(folder / "lock")]
-    command += ["--steps", str(flags.steps), "--epochs", str(flags.epochs)] + ["--tiny"] * flags.tiny
+def child(checkout: Path, name: str, flags: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
+    command = [__file__, str(checkout), "--one", name, "--steps", str(flags.steps), "--epochs", str(flags.epochs)]
     paths = [str(checkout / "src"), str(checkout / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    cache = str(folder / f"cache-{checkout == HERE}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MANYHANDS_CACHE": cache}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"failed": (done.stderr.splitlines() or ["nothing was printed"])[-1]}
+    path = os.pathsep.join(filter(None, paths))
+    return apart.measure([*command, *["--tiny"] * flags.tiny], PYTHONPATH=path, **variables)
 
 
 def show(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -81,17 +74,17 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=2, help="timed epochs, after a first: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU too: no figures to quote")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.one:
         sys.path.pop(0)  # this script's folder: modules are those of the checkout
-        print(json.dumps(measure(flags.one, flags.steps, flags.epochs, flags.tiny, flags.lock)))
+        print(json.dumps(measure(flags.one, flags.steps, flags.epochs, flags.tiny)))
         return 0
     pairs = [(checkout, name) for name in flags.nets.split(",") for checkout in (flags.before.resolve(), HERE)]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AHEAD) as pool:
-        results = pool.map(lambda pair: child(*pair, flags, Path(folder)), pairs)
-        for _, name in pairs[::2]:
-            show(name, next(results), next(results))
+    before: dict[str, Any] = {}
+    for (checkout, name), found in apart.by_turns(pairs, lambda pair, variables: child(*pair, flags, variables)):
+        if checkout == HERE:
+            show(name, before, found)
+        before = found
     return 0
 
 

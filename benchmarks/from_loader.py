@@ -21,21 +21,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import fcntl
 import importlib.util
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import apart
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -43,7 +41,6 @@ from torch.utils.data import DataLoader, Dataset
 
 CLASSES = 10
 LENGTHS = (64, 96, 128, 192, 256)
-AHEAD = 3  # processes that load their libraries while one trains
 
 
 @dataclass(frozen=True)
@@ -418,9 +415,7 @@ def measure(name: str, row: str, flags: argparse.Namespace) -> dict[str, Any]:
     run = Run(net, 2 if flags.fill_one else 1 + flags.epochs, device, [], [])
     if row in ("lightning", "accelerate"):
         __import__(row)
-    with open(f"{flags.lock}", "w") as lock:
-        if not flags.fill_one:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with apart.turn():
         ROWS[row](run)
     steps = flags.steps if not isinstance(net.data(), Texts) else len(OfOneLength(flags.steps * net.batch, net.batch))
     timed = [seconds / steps * 1e3 for seconds in run.seconds[1:]]
@@ -436,23 +431,18 @@ def measure(name: str, row: str, flags: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def child(name: str, row: str, flags: argparse.Namespace, *, fill: bool) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", f"{name}/{row}", "--lock", flags.lock]
-    command += ["--steps", str(len(LENGTHS) if fill else flags.steps), "--epochs", str(flags.epochs)]
-    command += ["--tiny"] * flags.tiny + ["--fill-one"] * fill
-    cache = f"{flags.cache}/{name}-{row}"
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return {"net": name, "row": row, "failed": (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+def child(name: str, row: str, flags: argparse.Namespace, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A row; without variables for its process it only fills the compilers' caches."""
+    fill = variables is None
+    command = [__file__, "--one", f"{name}/{row}", "--steps", str(len(LENGTHS) if fill else flags.steps)]
+    command += ["--epochs", str(flags.epochs)] + ["--tiny"] * flags.tiny + ["--fill-one"] * fill
+    found = apart.measure(command, cache=f"{flags.cache}/{name}-{row}", **(variables or {}))
+    return {"net": name, "row": row, **found}
 
 
 def show(found: dict[str, Any]) -> None:
     if "failed" in found:
-        print(f"{found['net']:10}{found['row']:20} FAILED: {found['failed'][:160]}", flush=True)
+        print(f"{found['net']:10}{found['row']:20} FAILED: {found['failed']}", flush=True)
         return
     print(
         f"{found['net']:10}{found['row']:20}{found['ms']:9.3f} ms (least {found['least']:.3f}), first epoch "
@@ -472,7 +462,6 @@ def main() -> int:
     parser.add_argument("--cache", default=f"{tempfile.gettempdir()}/from-loader-caches")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--fill-one", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", default=f"{tempfile.gettempdir()}/from-loader-lock", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.one:
         print(json.dumps(measure(*flags.one.split("/"), flags)))
@@ -481,15 +470,10 @@ def main() -> int:
     print(f"{hardware}; Python {platform.python_version()}, torch {torch.__version__}; {datetime.date.today()}")
     chosen = [name for name in flags.nets.split(",") if name in nets(flags.tiny, flags.steps)]
     pairs = [(name, row) for name in chosen for row in flags.rows.split(",")]
-    with ThreadPoolExecutor(8) as pool:
-        empty = [
-            pair for pair in pairs if pair[1] in COMPILED and not os.path.exists(f"{flags.cache}/{'-'.join(pair)}")
-        ]
-        list(pool.map(lambda pair: child(*pair, flags, fill=True), empty))
-    if flags.fill:
-        return 0
-    with ThreadPoolExecutor(AHEAD) as pool:
-        for found in pool.map(lambda pair: child(*pair, flags, fill=False), pairs):
+    missing = [pair for pair in pairs if pair[1] in COMPILED and not os.path.exists(f"{flags.cache}/{'-'.join(pair)}")]
+    apart.fill(missing, lambda pair: child(*pair, flags))
+    if not flags.fill:
+        for _, found in apart.by_turns(pairs, lambda pair, variables: child(*pair, flags, variables)):
             show(found)
     return 0
 

@@ -20,18 +20,16 @@ import argparse
 import datetime
 import io
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import apart
 import cloudpickle
 import peers
 import torch
@@ -115,25 +113,20 @@ def measure(row: str, problem: Problem) -> dict[str, Any]:
     }
 
 
-def measure_apart(row: str, problem: Problem) -> dict[str, Any]:
-    """Measure a row in a process of its own, which begins with an empty cache for compilers."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-        command = [sys.executable, __file__, "--measure-one"]
-        child = subprocess.run(
-            command, input=cloudpickle.dumps((row, problem)), stdout=subprocess.PIPE, env=environment, check=False
-        )
-    if child.returncode:
-        raise RuntimeError(f"its process ended with {child.returncode}")
-    measured: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return measured
+def measure_apart(
+    row: str, problem: Problem, cache: str | None = None, variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Measure a row in a process of its own; without ``cache`` it begins with an empty one for compilers."""
+    given = cloudpickle.dumps((row, problem))
+    return apart.measure([__file__, "--measure-one"], cache=cache, given=given, **(variables or {}))
 
 
 def measure_one() -> int:
     """The child's half of :func:`measure_apart`."""
     peers.hush()
     row, problem = cloudpickle.load(io.BytesIO(sys.stdin.buffer.read()))
-    print(json.dumps(measure(row, problem)))
+    with apart.turn():
+        print(json.dumps(measure(row, problem)))
     return 0
 
 
@@ -144,17 +137,23 @@ def compare(rows: list[str], problem: Problem) -> tuple[list[dict[str, Any]], li
         if reason := peers.why_not(row, problem):
             left_out.append(f"{row}: skipped, {reason}")
             continue
-        try:
-            measured.append(measure_apart(row, problem))
-        except RuntimeError as error:
-            left_out.append(f"{row}: FAILED, {error}"[:200])
+        found = measure_apart(row, problem)
+        if "failed" in found:
+            left_out.append(f"{row}: FAILED, {found['failed']}")
             continue
-        print(f"  {row}: {measured[-1]['seconds']:.3f} s {'; '.join(measured[-1]['notes'])}", flush=True)
+        measured.append(found)
+        print(f"  {row}: {found['seconds']:.3f} s {'; '.join(found['notes'])}", flush=True)
+    return measured, left_out + weak_rivals(measured)
+
+
+def weak_rivals(measured: list[dict[str, Any]]) -> list[str]:
+    """The rows that are slower than their own weaker form, in words: they may be broken."""
     seconds = {row["row"]: row["seconds"] for row in measured}
-    for row, weaker in peers.WEAKER.items():
-        if row in seconds and weaker in seconds and seconds[row] > 1.02 * seconds[weaker]:
-            left_out.append(f"{row}: slower than {weaker}, its own weaker form: look at it before you quote it")
-    return measured, left_out
+    return [
+        f"{row}: slower than {weaker}, its own weaker form: look at it before you quote it"
+        for row, weaker in peers.WEAKER.items()
+        if row in seconds and weaker in seconds and seconds[row] > 1.02 * seconds[weaker]
+    ]
 
 
 def add_ratios(measured: list[dict[str, Any]]) -> None:
