@@ -22,7 +22,7 @@ FOLDERS = {
     "placement": (700, 900),
     "schedule": (1_380, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (25_025, 21_000),
+    "training": (25_040, 21_000),
     "words and modules": (1_465, 1_400),
 }
 FILES = (320, 320)  # of Python

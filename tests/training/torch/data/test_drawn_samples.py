@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,3 +115,14 @@ def test_persistent_workers_read_every_epoch(persistent: bool) -> None:
     begun = samples.batches(np.split(np.arange(8), 2), seed=0, draws=0)
     next(begun)  # an epoch that a limit ends: the next one starts anew
     assert next(samples.batches([np.arange(4, 8)], seed=0, draws=0))[1].tolist() == [4, 5, 6, 7]
+
+
+def test_batches_of_workers_take_no_file_descriptors() -> None:
+    samples = source(DataLoader(Rows(), 4, num_workers=1))
+    assert isinstance(samples, Samples)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100 + len(os.listdir("/proc/self/fd")), hard))
+    try:
+        assert len(list(samples.batches([np.arange(4)] * 200, seed=0, draws=0))) == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

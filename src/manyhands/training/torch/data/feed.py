@@ -1,7 +1,8 @@
 """Brings each batch to the device before it is needed.
 
-Arrays that fit live on the device: a batch is a gather there. Everything else is read ahead in a thread and copied from
-pinned memory while the device computes. The host waits only where the loader is slower than the device.
+Arrays that fit live on the device: a batch is a gather there. Everything else is read ahead, by a loader's worker
+processes or in a thread, and copied from pinned memory while the device computes. The host waits only where the loader
+is slower than the device.
 """
 
 from __future__ import annotations
@@ -101,10 +102,7 @@ def _take(
         seeds = {"seed": mixed_seed(seed, first.step, world.rank), "draws": mixed_seed(seed, first.epoch)}
         divided = len(parts) > len(windows) or world.size > 1
         picked = source.batches([order[start:stop] for start, stop in parts], **seeds, pin=pin, divided=divided)
-        # Worker processes read ahead. Without them, on a CPU: while the dataset draws numbers, the model must not.
-        if source.workers or world.device.type == "cpu":
-            return on_device(picked, world.device)
-    return on_device(ahead(picked, world.device), world.device)
+    return on_device(picked, world.device, read_ahead=isinstance(source, Samples) and source.workers > 0)
 
 
 def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:
@@ -145,8 +143,7 @@ def stream_shards(batches: Iterable[tuple[Window, Batch]], division: Division) -
             cuts = [cut(batch, *span) if is_cut and not window.whole else batch for span in spans]
             yield window, division.shard(window, cuts)
 
-    # On the CPU without a thread: while the loader draws random numbers of its own, the model must not.
-    return on_device(ahead(parts(), world.device), world.device) if world.device.type != "cpu" else parts()
+    return on_device(parts(), world.device)
 
 
 # The thread of ``ahead`` forks a loader's workers. When a fork ends, concurrent.futures would join this very thread: an
@@ -184,8 +181,12 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_pinned() else tensor.pin_memory()
 
 
-def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The trees on the device; the next one is copied while this one is in use."""
+def on_device(values: Iterator[Any], device: torch.device, *, read_ahead: bool = False) -> Iterator[Any]:
+    """The trees on the device; the next one is copied while this one is in use.
+
+    ``read_ahead``: by processes, into pinned memory. On a CPU no thread reads ahead: while a loader draws random
+    numbers, the model must not.
+    """
     if device.type == "cpu":
         yield from values
         return
@@ -199,7 +200,7 @@ def on_device(values: Iterator[Any], device: torch.device) -> Iterator[Any]:
         return structure.unflatten(leaf.result() if isinstance(leaf, Arrival) else leaf for leaf in moving)
 
     coming = collections.deque[Any]()
-    for value in values:
+    for value in values if read_ahead else ahead(values, device):
         coming.append(start(value))
         if len(coming) > 1:
             yield finish(coming.popleft())

@@ -172,14 +172,13 @@ class Samples:
         if self._kept is not None:
             self._kept.batch_sampler[:] = batches  # type: ignore[index]
             return self._kept
-        start = self.start_worker
         loader = DataLoader(
             self.dataset if plain else DrawnSamples(self.dataset),
             batch_sampler=batches,
             collate_fn=self.collate,
             num_workers=self.workers,
             pin_memory=pin,
-            worker_init_fn=start if plain or start is None else functools.partial(start_worker, start),
+            worker_init_fn=functools.partial(start_worker, self.start_worker) if self.workers else None,
             # Without it the loader would draw from the numbers that dropout uses, and a resumed job once more.
             generator=torch.Generator().manual_seed(seed),
             **(self.options if self.workers else {}),

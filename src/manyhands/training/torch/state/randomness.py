@@ -167,8 +167,21 @@ def _mix(seed: int, number: int) -> int:
     return (word ^ (word >> 31)) >> 1
 
 
-def start_worker(function: Callable[[int], None], number: int) -> None:
-    """Start a worker process of a loader: the user's function sees the dataset that the user has."""
+def start_worker(function: Callable[[int], None] | None, number: int) -> None:
+    """Start a worker process of a loader: the user's function sees the dataset that the user has.
+
+    Batches are handed over by the names of their files in shared memory. To pass file descriptors, as PyTorch does on
+    Linux, takes the host twice as long, and a program that keeps batches runs out of them.
+    """
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        torch.empty(1).share_memory_()
+    except RuntimeError:  # the program that cleans up cannot be started
+        torch.multiprocessing.set_sharing_strategy(before)
+    if function is None:
+        return
     information: Any = get_worker_info()
-    object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
+    if isinstance(information.dataset, DrawnSamples):
+        object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
     function(number)
