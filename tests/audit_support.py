@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from support import run_program
 
 CORPUS = Path(__file__).parent / "audit" / "corpus"
 TRAINERS = Path(__file__).parent / "audit" / "trainers"
@@ -28,8 +27,7 @@ def planted(framework: str, name: str, folder: Path = CORPUS) -> set[tuple[int, 
 
 def audit(framework: str, folder: Path = CORPUS, **environment: str) -> dict[str, Any]:
     """The findings of all programs of a framework, by name; one process runs them all."""
-    command = [sys.executable, str(CORPUS / "run.py"), str(folder / framework)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    done = run_program(CORPUS / "run.py", folder / framework, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 

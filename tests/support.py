@@ -8,8 +8,10 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +49,41 @@ def examples(usual: int) -> int:
     return int(os.environ.get("MANYHANDS_EXAMPLES", usual))
 
 
+def at_once(work: Callable[[int], Any], count: int) -> list[Any]:
+    """What so many threads give that begin together; each gets its number."""
+    start = threading.Barrier(count)
+
+    def begin(number: int) -> Any:
+        start.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+def run_program(
+    *command: str | Path,
+    stdin: str = "",
+    cwd: Path | None = None,
+    timeout: float | None = None,
+    **environment: str | None,
+) -> subprocess.CompletedProcess[str]:
+    """A Python program in a process of its own, with its output; a variable that is None is not set there."""
+    variables = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
+    command = (sys.executable, *command)
+    return subprocess.run(
+        command, input=stdin, cwd=cwd, timeout=timeout, env=variables, capture_output=True, text=True, check=False
+    )
+
+
 def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command ``manyhands`` in a process of its own, as a user runs it."""
-    return subprocess.run(
-        [sys.executable, "-m", "manyhands", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "120", **environment},
-    )
+    return run_program("-m", "manyhands", *arguments, **{"COLUMNS": "120", **environment})
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter: for what must happen before a framework starts, or ends the process."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
+    return run_program("-c", code, timeout=300, **environment)
 
 
 def lab_results(framework: str, *names: str) -> list[dict[str, Any]]:
@@ -75,8 +91,7 @@ def lab_results(framework: str, *names: str) -> list[dict[str, Any]]:
 
     In a process of their own: virtual devices are made before a framework starts.
     """
-    command = [sys.executable, Path(__file__).parent / "lab" / "small.py", framework, *names]
-    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    child = run_program(Path(__file__).parent / "lab" / "small.py", framework, *names, timeout=900)
     assert child.returncode == 0, child.stderr[-2000:]
     results = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     assert [result["experiment"] for result in results] == list(names)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
+from support import run_python
 
 from manyhands import names
 from manyhands.book import NAMES
-from manyhands.placement.moves import VIRTUAL_DEVICES as VIRTUAL
 
 ONE = {
     "torch": "import torch; one = torch.ones(1)",
@@ -30,8 +27,8 @@ def test_placement_loads_neither_the_trainer_nor_parallel(framework: str) -> Non
         f"import sys, json\n{ONE[framework]}\nbefore = set(sys.modules)\nfrom manyhands import {framework} as mh\n"
         "assert mh.to(one, mh.device_of(one)) is one\nprint(json.dumps(list(set(sys.modules) - before)))"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", VIRTUAL)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = run_python(code, RANK=None, WORLD_SIZE=None, MANYHANDS_VIRTUAL_DEVICES=None)
+    assert done.returncode == 0, done.stderr
     added = set(json.loads(done.stdout.splitlines()[-1]))
     unwanted = ("manyhands.training", "manyhands.parallel", "manyhands.tasks", "manyhands.schedule", "torch._dynamo")
     # JAX's module asks whether a launcher has started this process.

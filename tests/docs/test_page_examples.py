@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from page_blocks import PAGES, ROOT, by_framework
+from support import run_program
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "mxnet")
 CASES = [(page, name) for page in PAGES for name in by_framework(page)]
@@ -20,22 +21,20 @@ Run = Callable[[Path, Path], tuple[int, str]]
 @pytest.fixture(scope="module")
 def run_page(framework: str) -> Iterator[Run]:
     """Runs a page in a folder and gives its exit code and output."""
-    environment = {**os.environ, "MANYHANDS_VIRTUAL_DEVICES": "", "MPLBACKEND": "agg"}
+    environment = {"MANYHANDS_VIRTUAL_DEVICES": "", "MPLBACKEND": "agg"}
     if framework != "torch":
 
         def run(page: Path, folder: Path) -> tuple[int, str]:
-            command = [sys.executable, SCRIPT, framework, str(page)]
-            ended = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-            )
+            ended = run_program(SCRIPT, framework, page, cwd=folder, timeout=300, **environment)
             return ended.returncode, ended.stdout + ended.stderr
 
         yield run
         return
-    pipe, environment = subprocess.PIPE, {**environment, "OMP_NUM_THREADS": "1"}  # two suites share the cores
+    pipe, environment = (
+        subprocess.PIPE,
+        {**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+    )  # two suites share the cores
     with subprocess.Popen([sys.executable, SCRIPT], stdin=pipe, stdout=pipe, text=True, env=environment) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
         stdin, stdout = server.stdin, server.stdout
 
         def ask(page: Path, folder: Path) -> tuple[int, str]:

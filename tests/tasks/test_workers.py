@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import eventually
+from support import at_once, eventually
 
 from manyhands.tasks.scope import Future, parallel, task, waitall
 
@@ -55,17 +55,11 @@ def test_what_becomes_ready_at_once_is_done_at_once() -> None:
 
 
 def test_all_who_wait_for_a_task_are_called() -> None:
-    go, results = threading.Event(), []
+    go = threading.Event()
     with parallel(threads=1):
         future = task(lambda: go.wait(60))()
-        waiting = [threading.Thread(target=lambda: results.append(future.result())) for _ in range(4)]
-        for thread in waiting:
-            thread.start()
-        time.sleep(0.01)
-        go.set()
-        for thread in waiting:
-            thread.join(60)
-    assert results == [True] * 4
+        threading.Timer(0.02, go.set).start()
+        assert at_once(lambda _: future.result(60), 4) == [True] * 4
 
 
 @pytest.mark.usefixtures("hasty")

@@ -6,25 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import run_command
+from support import run_command, run_program
 
 from manyhands.cli import main
 
 NOTHING = "the program used none of torch, jax, tensorflow and mxnet"
 
 
-def _audit(script: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "manyhands", "audit", str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
-
-
-def _plain(script: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, input=stdin)
+_audit = partial(run_program, "-m", "manyhands", "audit")
 
 
 def test_arguments_input_output_and_exit_code_are_the_programs(tmp_path: Path) -> None:
@@ -37,7 +31,7 @@ def test_arguments_input_output_and_exit_code_are_the_programs(tmp_path: Path) -
         "print(__name__, __file__, sys.argv, sys.path[0], beside.word, input(), Thing.__module__)\n"
         "sys.exit(7)\n"
     )
-    plain, audited = (run(script, "--steps", "3", "-m", stdin="hello\n") for run in (_plain, _audit))
+    plain, audited = (run(script, "--steps", "3", "-m", stdin="hello\n") for run in (run_program, _audit))
     assert audited.stdout == plain.stdout
     assert audited.returncode == plain.returncode == 7
     assert "ended with exit code 7" in audited.stderr
@@ -51,7 +45,7 @@ def test_a_linked_script_finds_what_is_beside_its_target(tmp_path: Path, monkeyp
     script = tmp_path / "link.py"
     script.symlink_to(tmp_path / "real" / "program.py")
     monkeypatch.chdir(tmp_path)
-    plain, audited = _plain(Path("link.py")), _audit(Path("link.py"))
+    plain, audited = run_program("link.py"), _audit("link.py")
     assert audited.stdout == plain.stdout
     assert "found" in plain.stdout
 
@@ -68,7 +62,7 @@ def test_a_linked_script_finds_what_is_beside_its_target(tmp_path: Path, monkeyp
 def test_a_program_that_fails_says_what_python_says(tmp_path: Path, text: str, said: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(text)
-    plain, audited = _plain(script), _audit(script)
+    plain, audited = run_program(script), _audit(script)
     assert audited.returncode == plain.returncode == 1
     assert audited.stderr.startswith(plain.stderr)
     assert said in audited.stderr
@@ -82,13 +76,7 @@ def test_a_module_runs_with_dash_m(tmp_path: Path) -> None:
         "import sys\nfrom jobs import __name__ as parent\nprint(__name__, parent, sys.argv[1:])\n"
     )
     (package / "__main__.py").write_text("from jobs import train\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "manyhands", "audit", "-m", "jobs.train", "-x"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = _audit("-m", "jobs.train", "-x", cwd=tmp_path)
     assert done.stdout == "__main__ jobs ['-x']\n", done.stderr
     missing = run_command("audit", "-m", "no_such_package.module")
     assert missing.returncode == 1
@@ -136,7 +124,6 @@ def test_an_interrupt_reaches_the_program(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "manyhands", "audit", str(script)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "saved\n"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import run_command
+from support import run_command, run_program
 
 pytestmark = pytest.mark.once
 
@@ -88,8 +86,7 @@ print(traced(), f"{loss:.4f}", loss.item(), net.weight.tolist(), len(profiler.ev
 def test_a_program_with_a_profiler_a_tracer_and_a_compiler_is_unchanged(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(UNCHANGED)
-    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    audited = run_command("audit", str(script))
+    plain, audited = run_program(script), run_command("audit", str(script))
     assert audited.returncode == 0, audited.stderr
     assert audited.stdout == plain.stdout
 
@@ -114,7 +111,7 @@ print(row[row > 0].tolist(), [each.item() for each in row], row[0].item())
 def test_tensors_in_a_list_are_numbers_as_in_a_plain_run(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(LISTS)
-    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    plain = run_program(script)
     for option in ("--as-if-gpu", "--warmup=1"):
         audited = run_command("audit", option, str(script))
         assert audited.returncode == 0, audited.stderr

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import run_program
 
 pytestmark = pytest.mark.once
 
@@ -160,14 +158,7 @@ def test_the_marker_fails_a_test_that_waits():
 
 def test_guards(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "manyhands.audit.pytest_plugin", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "--strict-markers", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "MANYHANDS_VIRTUAL_DEVICES": ""},
-    )
+    options = ["-q", "-p", "manyhands.audit.pytest_plugin", "-p", "no:cacheprovider", "--strict-markers"]
+    done = run_program("-m", "pytest", *options, tmp_path, cwd=tmp_path, MANYHANDS_VIRTUAL_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "xfailed" in done.stdout

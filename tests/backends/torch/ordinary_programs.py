@@ -7,12 +7,12 @@ behind: results, state, errors, what it wrote down, the next random numbers.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from support import at_once
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -194,19 +194,7 @@ def scheduler_and_checkpoint(make: Make) -> Any:
 def several_threads(make: Make) -> Any:
     net = _net(nn.ReLU()).requires_grad_(False)
     fast = make(net)
-    results: list[Any] = [None] * 4
-    start = threading.Barrier(4)
-
-    def work(number: int) -> None:
-        start.wait()
-        results[number] = [fast(X + number) for _ in range(10)]
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return at_once(lambda number: [fast(X + number) for _ in range(10)], 4)
 
 
 def many_kinds_of_calls(make: Make) -> Any:
