@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +17,8 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "options.py"
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("options", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Any:
+    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
 def test_the_pages_are_up_to_date(script: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -12,16 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _builder() -> Any:
-    spec = importlib.util.spec_from_file_location("examples_build", EXAMPLES / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build = _builder()
+build = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "build.py")))
 # What these show is shown by other tests, and each takes seconds to start.
 LONG = {"own_model", "frameworks", "audit", "lab_and_forecast"}
 RUN = [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in build.names()]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +12,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "forecast.py"
-    spec = importlib.util.spec_from_file_location("forecast_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["forecast_benchmark"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "forecast.py")))
 
 
 @pytest.mark.parametrize("group", ["TABLES", "MORE_TABLES", "LAST_TABLES"])
