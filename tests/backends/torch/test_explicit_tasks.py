@@ -242,6 +242,7 @@ def test_a_gradient_is_a_part_of_its_weight() -> None:
         lambda a: (torch.from_numpy(a[2:]), torch.from_numpy(a)),
         lambda a: (torch.from_numpy(a), torch.from_numpy(a[2:])),
         lambda a: (torch.from_numpy(a[1:]), a[::2]),
+        lambda a: (a[1:3], a[2:]),
         lambda a: (memoryview(a), torch.from_numpy(a)),
         lambda a: (torch.from_numpy(a).numpy(), torch.from_numpy(a).detach()),
         lambda a: ((both := torch.from_numpy(a).view(2, 3))[0].data, both.t()),
