@@ -10,46 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from manyhands import torch as mh
-
-
-@pytest.fixture(autouse=True)
-def two_gpus() -> Iterator[None]:
-    torch.manual_seed(0)
-    with mh.virtual_devices(2, as_cuda=True):
-        yield
+pytestmark = pytest.mark.usefixtures("two_gpus")
 
 
 def gpu(i: int = 0) -> torch.device:
     return torch.device(f"cuda:{i}")
 
 
-def try_gpu(i: int = 0) -> torch.device:
-    return gpu(i) if torch.cuda.device_count() >= i + 1 else torch.device("cpu")
-
-
 def all_gpus() -> list[torch.device]:
     return [gpu(i) for i in range(torch.cuda.device_count())]
-
-
-# Devices, tensors and a net
-
-
-def test_tensors_are_stored_on_several_devices() -> None:
-    assert torch.tensor([1, 2, 3]).device == torch.device("cpu")
-    X = torch.ones(2, 3, device=try_gpu())
-    Y = torch.rand(2, 3, device=try_gpu(1))
-    assert (str(X.device), str(Y.device)) == ("cuda:0", "cuda:1")
-    assert "device='cuda:0'" in repr(X)
-    with pytest.raises(RuntimeError, match=r"on the same device.*cuda:0 and cuda:1"):
-        X + Y
-    Z = X.cuda(1)
-    assert torch.equal((Y + Z).cpu(), Y.cpu() + 1)
-    assert Z.cuda(1) is Z  # already there: nothing is copied
-    assert Z.to("cuda:1") is Z
-    assert mh.to(Z, mh.gpu(1)) is Z
-    assert X.cuda() is X
-    assert (X.is_cuda, X.cpu().is_cuda, X.get_device(), Z.get_device()) == (True, False, 0, 1)
 
 
 # Training on several devices, from scratch

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +14,13 @@ import torch
 from support import run_python
 from torch import nn
 
+from manyhands import cli
 from manyhands import torch as mh
 from manyhands.backends.torch import virtual
 from manyhands.errors import VirtualDevicesError
 
-
-@pytest.fixture
-def two_gpus() -> Iterator[None]:
-    with mh.virtual_devices(2, as_cuda=True):
-        yield
-
+PAGE = Path(__file__).parents[4] / "docs" / "virtual-devices.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 # Beginning and end
 
@@ -138,6 +136,9 @@ def test_every_way_to_name_a_device() -> None:
         x.to(torch.zeros(1, device=one)),
         torch.zeros(2, device=1),
         torch.tensor([1.0], device="cuda:1"),
+        torch.as_tensor([1.0], device="cpu:1"),
+        torch.arange(3, device=one),
+        torch.zeros_like(x.cuda(1)),
         torch.full_like(x, 2.0, device=one),
         x.new_zeros(2, device="cuda:1"),
         x.cuda().new_tensor([1.0], device=one),
@@ -155,6 +156,9 @@ def test_every_way_to_name_a_device() -> None:
         x.cuda(),
     ]
     assert [str(tensor.device) for tensor in made] == ["cuda:1"] * len(made)
+    there = made[0]
+    assert there.cuda(1) is there.to("cuda:1") is mh.to(there, mh.gpu(1)) is there  # nothing is copied
+    assert (there.is_cuda, there.cpu().is_cuda, there.get_device()) == (True, False, 1)
     assert made[0].type() == "torch.cuda.FloatTensor"
     assert made[0].type("torch.FloatTensor").device.type == "cpu"
     torch.cuda.set_device(0)
@@ -318,3 +322,26 @@ def test_manyhands_own_trainer_goes_on_with_the_cpu() -> None:
         assert [str(device) for device in mh.Trainer(max_epochs=1, devices=["cpu"]).ranks] == ["cpu"]
         assert [str(device) for device in mh.Trainer(max_epochs=1, num_gpus=2).ranks] == ["cpu", "cpu"]
     assert "manyhands.backends.torch.cuda_stand_in.replaced" in sys.modules
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["names", "by hand"])
+def test_the_examples_of_the_page_run(example: str) -> None:
+    exec(compile(example.replace("virtual_devices(2)", "virtual_devices(2, as_cuda=True)"), str(PAGE), "exec"), {})
+
+
+def test_the_command_runs_a_script_as_it_is(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MANYHANDS_VIRTUAL_DEVICES", raising=False)
+    (tmp_path / "helper.py").write_text("def last(): import torch; return torch.cuda.device_count() - 1\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch, helper\n"
+        "if __name__ == '__main__':\n"
+        "    print(torch.ones(1).cuda(helper.last()), sys.argv[1:])\n"
+        "    sys.exit(3)\n"
+    )
+    assert cli.main(["simulate", "--devices", "3", str(script), "--epochs", "2"]) == 3
+    assert capsys.readouterr().out == "tensor([1.], device='cuda:2') ['--epochs', '2']\n"
+    assert cli.main(["simulate", str(tmp_path / "no.py")]) == 1
+    script.write_text("import argparse; argparse.ArgumentParser().parse_args()\n")
+    assert cli.main(["simulate", str(script), "--devices", "3"]) == 2
+    assert "--devices went to train.py: options of manyhands simulate go before the script" in capsys.readouterr().err

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,21 +9,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from manyhands import cli
-from manyhands import torch as mh
-
-PAGE = Path(__file__).parents[4] / "docs" / "virtual-devices.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+pytestmark = pytest.mark.usefixtures("two_gpus")
 
 
-@pytest.fixture
-def two_gpus() -> Iterator[None]:
-    torch.manual_seed(0)
-    with mh.virtual_devices(2, as_cuda=True):
-        yield
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_layers_on_two_devices() -> None:
     """Model parallelism: the halves of a net on two devices, and what goes between them."""
 
@@ -57,7 +40,6 @@ def test_layers_on_two_devices() -> None:
     assert str(net.first.weight.grad.device) == "cuda:0"
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_a_pipeline_of_chunks() -> None:
     first, second = nn.Linear(8, 16).double().to("cuda:0"), nn.Linear(16, 3).double().to("cuda:1")
     batch = torch.randn(10, 8, dtype=torch.float64)
@@ -72,7 +54,6 @@ def test_a_pipeline_of_chunks() -> None:
     torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_mixed_precision_with_a_scaler_and_pinned_batches() -> None:
     data = TensorDataset(torch.randn(12, 8), torch.randint(3, (12,)))
     net = nn.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))).cuda()
@@ -98,7 +79,6 @@ def test_mixed_precision_with_a_scaler_and_pinned_batches() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_mixed_precision_around_replicas(dtype: torch.dtype) -> None:
@@ -113,14 +93,12 @@ def test_mixed_precision_around_replicas(dtype: torch.dtype) -> None:
     assert net.module.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_the_older_names_of_mixed_precision() -> None:
     with torch.cuda.amp.autocast():
         assert torch.mm(torch.ones(2, 2).cuda(), torch.ones(2, 2).cuda()).dtype == torch.float16
     assert torch.cuda.amp.GradScaler().is_enabled()
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_a_device_agnostic_program() -> None:
     device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     assert device == "cuda"
@@ -134,7 +112,6 @@ def test_a_device_agnostic_program() -> None:
     print(f"{torch.cuda.get_device_name(0)}: {torch.cuda.memory_allocated(0) / 2**20:.1f} MiB")
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_inference_mode() -> None:
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
     expected = net(torch.ones(4, 2)).detach()
@@ -150,7 +127,6 @@ def test_inference_mode() -> None:
     assert (y + 1)[0, 0].item() == 6.0
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_what_gpus_take_from_the_host() -> None:
     """Indices and lengths; and PyTorch's functions in Python, which name the device of their argument again."""
     x = torch.arange(6.0, device="cuda:1").view(3, 2)
@@ -166,7 +142,6 @@ def test_what_gpus_take_from_the_host() -> None:
     assert torch.autograd.gradcheck(torch.sin, (double,))  # it writes to x.data
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_what_cannot_be_done_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"mh\.Trainer"):
         nn.parallel.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[0])
@@ -174,7 +149,6 @@ def test_what_cannot_be_done_says_so() -> None:
         pass
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_the_profiler_shows_the_host_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     x = torch.randn(8, 8, device="cuda:1")
@@ -186,26 +160,3 @@ def test_the_profiler_shows_the_host_and_prints_nothing(capfd: pytest.CaptureFix
     printed = capfd.readouterr()
     assert "frame #" not in printed.out + printed.err
     assert torch.cuda.nccl.version() == (0, 0, 0)
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=["names", "by hand"])
-def test_the_examples_of_the_page_run(example: str) -> None:
-    exec(compile(example.replace("virtual_devices(2)", "virtual_devices(2, as_cuda=True)"), str(PAGE), "exec"), {})
-
-
-def test_the_command_runs_a_script_as_it_is(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MANYHANDS_VIRTUAL_DEVICES", raising=False)
-    (tmp_path / "helper.py").write_text("def last(): import torch; return torch.cuda.device_count() - 1\n")
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, torch, helper\n"
-        "if __name__ == '__main__':\n"
-        "    print(torch.ones(1).cuda(helper.last()), sys.argv[1:])\n"
-        "    sys.exit(3)\n"
-    )
-    assert cli.main(["simulate", "--devices", "3", str(script), "--epochs", "2"]) == 3
-    assert capsys.readouterr().out == "tensor([1.], device='cuda:2') ['--epochs', '2']\n"
-    assert cli.main(["simulate", str(tmp_path / "no.py")]) == 1
-    script.write_text("import argparse; argparse.ArgumentParser().parse_args()\n")
-    assert cli.main(["simulate", str(script), "--devices", "3"]) == 2
-    assert "--devices went to train.py: options of manyhands simulate go before the script" in capsys.readouterr().err

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from graph_cases import traced
+from graph_cases import scheduled, traced
 
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.call import call as call_of
 from manyhands.backends.torch.capture.whole import trace_whole
-from manyhands.backends.torch.run import threads
-from manyhands.schedule.check import check
-from manyhands.schedule.graph import graph
-from manyhands.schedule.lanes import lanes_for, schedule
 
 ZERO, ONE = torch.device("cpu:0"), torch.device("cpu:1")
 
 
-@pytest.fixture(autouse=True)
-def _two_devices() -> Iterator[None]:
-    with mh.virtual_devices(2):
-        yield
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 
 def two_layers(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Any:
@@ -64,11 +56,9 @@ def test_a_schedule_over_two_devices_is_proved_and_gives_the_same(count: int) ->
     call = call_of(tuple(given), {})
     whole = trace_whole(two_layers, call)
     found = whole.trace
-    program = graph(threads.tasks(found))
-    made = schedule(program, lanes_for(program, count))
-    check(made)
+    made = scheduled(found, count)
     for task, lane in enumerate(made.lane_of):
-        assert made.lanes[lane].device == program.tasks[task].device
+        assert made.lanes[lane].device == made.graph.tasks[task].device
     run = planning.thread_run(found, made, 2)
     for _ in range(3):
         assert_same(whole.result(run.replay(given)), two_layers(*given))
