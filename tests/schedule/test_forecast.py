@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from collections.abc import Callable
@@ -12,9 +11,10 @@ import hypothesis.strategies as st
 import pytest
 from fake_backend import FakeBackend, FakeDevice, FakeTensor
 from hypothesis import given, settings
+from schedule_cases import no_wait_can_be_taken_away
+from support import at_once
 
-from manyhands.errors import EngineError, UnsafeSchedule
-from manyhands.schedule.check import check
+from manyhands.errors import EngineError
 from manyhands.schedule.forecast import Machine, ScheduleForecast, forecast
 from manyhands.schedule.graph import Task, graph
 from manyhands.schedule.lanes import Schedule
@@ -109,11 +109,8 @@ def on_threads(made: Schedule, do: Callable[[int], None]) -> None:
             do(task)
             done[task].set()
 
-    threads = [threading.Thread(target=lane, args=(tasks,)) for tasks in made.per_lane() if tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    lanes = [tasks for tasks in made.per_lane() if tasks]
+    at_once(lambda number: lane(lanes[number]), len(lanes))
 
 
 @given(PROGRAMS, st.sampled_from([1, 2, 3, 16]), st.integers(1, 2), st.randoms(use_true_random=False))
@@ -132,12 +129,7 @@ def test_any_program_on_any_number_of_devices_gives_the_same(
 @settings(max_examples=60, deadline=None)
 def test_no_wait_between_devices_can_be_taken_away(program: list[Task], devices: int, data: st.DataObject) -> None:
     made = forecast(graph(program), FOOTPRINT, Machine(devices)).schedule
-    every = [(task, other) for task, others in made.waits.items() for other in others]
-    if every:
-        task, other = data.draw(st.sampled_from(every))
-        left = tuple(wait for wait in made.waits[task] if wait != other)
-        with pytest.raises(UnsafeSchedule):
-            check(dataclasses.replace(made, waits={**made.waits, task: left}))
+    no_wait_can_be_taken_away(made, data)
 
 
 def ensemble(members: int, length: int) -> tuple[list[Task], Footprint]:

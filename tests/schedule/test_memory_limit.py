@@ -7,6 +7,7 @@ import random
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from schedule_cases import known_before
 from test_schedule import PROGRAMS, lanes
 
 from manyhands.schedule.check import check
@@ -37,12 +38,7 @@ def to_the_host(count: int, product: float, copy: float) -> tuple[Schedule, Foot
 
 def known_over(made: Schedule, footprint: Footprint) -> dict[int, int]:
     """By brute force: for each memory the first task of its maker's lane that stands behind all its users."""
-    before: dict[int, set[int]] = {}
-    last: dict[int, int] = {}
-    for task in made.order:
-        past = [*made.waits.get(task, ()), *([last[made.lane_of[task]]] if made.lane_of[task] in last else [])]
-        before[task] = {task}.union(*(before[one] for one in past))
-        last[made.lane_of[task]] = task
+    before = known_before(made)
     found: dict[int, int] = {}
     for memory in footprint.sizes:
         users = [t for t in made.order if memory in made.graph.tasks[t].reads | made.graph.tasks[t].writes]

@@ -8,18 +8,13 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import schedule_cases
 from hypothesis import given, settings
 
 from manyhands.errors import UnsafeSchedule
 from manyhands.schedule.check import check
 from manyhands.schedule.graph import Graph, Task, graph
-from manyhands.schedule.lanes import (
-    Lane,
-    Schedule,
-    schedule,
-    schedule_chains,
-    schedule_main_lane,
-)
+from manyhands.schedule.lanes import Lane, schedule, schedule_chains, schedule_main_lane
 from manyhands.schedule.simulate import bounds, simulate
 
 MEMORIES = st.frozensets(st.integers(0, 5), max_size=3)
@@ -60,40 +55,22 @@ def _conflict(first: Task, second: Task) -> bool:
     return bool(touched) or (first.token is not None and first.token == second.token)
 
 
-def _happens_before(made: Schedule) -> set[tuple[int, int]]:
-    """By brute force: all pairs that lane order and waits order, closed under transitivity."""
-    pairs = {pair for lane in made.per_lane() for pair in itertools.pairwise(lane)}
-    pairs |= {(other, task) for task, others in made.waits.items() for other in others}
-    after: dict[int, set[int]] = {}
-    for task in reversed(made.order):
-        direct = {b for a, b in pairs if a == task}
-        after[task] = direct.union(*(after[b] for b in direct))
-    return {(a, b) for a, later in after.items() for b in later}
-
-
 @given(PROGRAMS, st.integers(1, 4))
 def test_every_conflicting_pair_is_ordered(program: list[Task], count: int) -> None:
     planned = schedule(graph(program), lanes(count))
     check(planned)
-    ordered = _happens_before(planned)
+    before = schedule_cases.known_before(planned)
     for first, second in itertools.combinations(range(len(program)), 2):
         if _conflict(program[first], program[second]):
-            assert (first, second) in ordered
+            assert first in before[second]
 
 
 @given(PROGRAMS, st.integers(1, 4), st.data(), st.sampled_from([schedule, schedule_main_lane, schedule_chains]))
 @settings(max_examples=300)
 def test_no_wait_can_be_taken_away(program: list[Task], count: int, data: st.DataObject, way: Any) -> None:
-    """The checker objects to the loss of any wait: none is superfluous, and none is missed."""
     planned = way(graph(program), lanes(count))
     check(planned)
-    every = [(task, other) for task, others in planned.waits.items() for other in others]
-    if not every:
-        return
-    task, other = data.draw(st.sampled_from(every))
-    left = tuple(wait for wait in planned.waits[task] if wait != other)
-    with pytest.raises(UnsafeSchedule, match="nothing makes"):
-        check(dataclasses.replace(planned, waits={**planned.waits, task: left}))
+    schedule_cases.no_wait_can_be_taken_away(planned, data)
 
 
 @given(PROGRAMS.filter(lambda program: len(program) > 1), st.data())

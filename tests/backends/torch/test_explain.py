@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import traced
+from graph_cases import scheduled, traced
 
 from manyhands import torch as mh
 from manyhands.backends.torch import planning
@@ -23,7 +23,6 @@ from manyhands.parallel.explain import why_not_faster
 from manyhands.parallel.function import Parallel
 from manyhands.parallel.plan import Executor, Limit, Method, why_too_large
 from manyhands.parallel.trials import Candidate, peak_on_threads
-from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
 from manyhands.schedule.lanes import lanes_for, schedule
 from manyhands.schedule.memory import one_after_the_other, peak
@@ -38,9 +37,7 @@ def naps(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@naps.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+naps.register_fake(torch.empty_like)
 
 
 def napping(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -93,7 +90,6 @@ def test_what_sleeps_at_once_runs_on_lanes_and_the_reason_is_named() -> None:
     assert words.startswith("napping: run as 2 lanes, equal to the bit"), words
     planned = fast.planned
     assert "predicted" in fast.explain()
-    assert planned.schedule is not None
     assert "critical path" in why_not_faster(planned, planned.schedule)
 
 
@@ -136,8 +132,7 @@ def test_a_measured_run_keeps_the_schedules_order_and_touches_nothing() -> None:
         return (x @ x).tanh() + torch.rand_like(y) @ y
 
     found = traced(function, torch.ones(3, 3), torch.ones(3, 3))
-    made = schedule(graph(costs(found, None).tasks), lanes_for(graph(threads.tasks(found)), 2))
-    check(made)
+    made = scheduled(found, 2, costs(found, None).tasks)
     state = torch.get_rng_state()
     moments = planning.task_moments(found, made, None, 2)
     assert total.tolist() == [0, 0, 0]
@@ -236,8 +231,3 @@ def test_a_hundredth_of_the_device_does_not_matter() -> None:
     assert "memory=1.5" in str(why_too_large(FOUR, 140, 100, Limit(1.3, 39)))
     with pytest.raises(EngineError, match="less than plain execution"):
         mh.parallel(chains, memory=0.5)
-    with pytest.raises(EngineError, match="takes a function"):
-        mh.parallel(3)  # type: ignore[call-overload]
-
-
-# The command

@@ -9,18 +9,16 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 import torch
 from graph_cases import run_on, scheduled, traced
 from hypothesis import given, settings
+from schedule_cases import no_wait_can_be_taken_away
 from support import examples
 
+from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun, operation_threads
-from manyhands.errors import UnsafeSchedule
-from manyhands.schedule.check import check
-from manyhands.schedule.graph import Task
-from manyhands.schedule.lanes import schedule, schedule_chains
+from manyhands.schedule.lanes import Schedule, schedule, schedule_chains
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -85,6 +83,27 @@ def outcome(run: Callable[..., Any], inputs: list[torch.Tensor]) -> Any:
     return [bits(result) if isinstance(result, torch.Tensor) else repr(result) for result in results]
 
 
+def assert_as_plain(
+    function: Callable[..., Any], trace: Trace, planned: Schedule, lanes: int, inputs: list[torch.Tensor]
+) -> None:
+    """Results, what was written to (arguments, the array) and random numbers; errors, after which that is undefined."""
+    plain, own = [x.clone() for x in inputs], [x.clone() for x in inputs]
+    ARRAY[:] = 1
+    with operation_threads(1):  # as a lane has
+        expected = outcome(lambda given: function(*given), plain)
+    left, state = ARRAY.copy(), torch.get_rng_state()
+    run = ThreadRun(trace, planned, lanes)
+    for _ in range(2):  # gates are closed again after a run
+        for mine, first in zip(own, inputs, strict=True):
+            mine.copy_(first)
+        ARRAY[:] = 1
+        assert outcome(run.replay, own) == expected
+        if isinstance(expected, list):
+            assert np.array_equal(ARRAY, left, equal_nan=True)
+            assert [bits(value) for value in own] == [bits(value) for value in plain]
+            assert torch.equal(torch.get_rng_state(), state)
+
+
 @given(
     STEPS, st.integers(1, 3), st.randoms(use_true_random=False), st.sampled_from([schedule, schedule_chains]), st.data()
 )
@@ -96,30 +115,11 @@ def test_random_programs_equal_eager_to_the_bit(
     function = program(steps)
     torch.manual_seed(0)
     inputs = [torch.randn(3, 3) for _ in range(3)]
-    plain, own = [x.clone() for x in inputs], [x.clone() for x in inputs]
-    torch.manual_seed(1)
-    with operation_threads(1):  # as a lane has
-        expected = function(*plain)
-    state = torch.get_rng_state()
     trace = traced(function, *inputs)
-    tasks = [
-        Task(t.name, t.reads, t.writes, t.device, t.kind, chance.random(), 1.0, t.token) for t in threads.tasks(trace)
-    ]
+    tasks = [replace(task, seconds=chance.random(), share=1.0) for task in threads.tasks(trace)]
     planned = scheduled(trace, lanes, tasks, way)
-    if every := [(task, other) for task, others in planned.waits.items() for other in others]:
-        task, other = data.draw(st.sampled_from(every))
-        left = tuple(wait for wait in planned.waits[task] if wait != other)
-        with pytest.raises(UnsafeSchedule):  # not one of them can be left out
-            check(replace(planned, waits={**planned.waits, task: left}))
-    run = ThreadRun(trace, planned, lanes)
-    for _ in range(2):  # gates are closed again after a run
-        for mine, first in zip(own, inputs, strict=True):
-            mine.copy_(first)
-        torch.manual_seed(1)
-        results = run.replay(own)
-        assert [bits(result) for result in results] == [bits(value) for value in expected]
-        assert [bits(value) for value in own] == [bits(value) for value in plain]
-        assert torch.equal(torch.get_rng_state(), state)
+    no_wait_can_be_taken_away(planned, data)
+    assert_as_plain(function, trace, planned, lanes, inputs)
 
 
 # What operations do beside their results
@@ -181,23 +181,9 @@ def test_random_programs_with_checks_and_hidden_memory(
 
     torch.manual_seed(0)
     inputs = [torch.randn(3, 3) for _ in range(3)]
-    plain, own = [x.clone() for x in inputs], [x.clone() for x in inputs]
-    ARRAY[:] = 1
-    with operation_threads(1):  # as a lane has
-        expected = outcome(lambda given: function(*given), plain)
-    left, state = ARRAY.copy(), torch.get_rng_state()
     trace = traced(function, *inputs)
     tasks = [replace(task, seconds=chance.random()) for task in threads.tasks(trace)]
-    run = ThreadRun(trace, scheduled(trace, lanes, tasks), lanes)
-    for _ in range(2):
-        for mine, first in zip(own, inputs, strict=True):
-            mine.copy_(first)
-        ARRAY[:] = 1
-        assert outcome(run.replay, own) == expected
-        if isinstance(expected, list):  # after an error, what it writes to is undefined
-            assert np.array_equal(ARRAY, left, equal_nan=True)
-            assert [bits(value) for value in own] == [bits(value) for value in plain]
-            assert torch.equal(torch.get_rng_state(), state)
+    assert_as_plain(function, trace, scheduled(trace, lanes, tasks), lanes, inputs)
 
 
 def test_lanes_are_in_inference_mode_where_the_caller_is() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from graph_cases import planned, traced  # noqa: E402
+from schedule_cases import needed_before  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
@@ -241,10 +242,7 @@ def test_two_users_of_one_weight_do_not_wait_for_each_other() -> None:
 
     captured = traced(function, X, X + 1)
     names = [step.task.name for step in captured.steps]
-    needed = graph(captured.tasks).needs
-    before: list[set[int]] = []
-    for earlier in needed:
-        before.append(set(earlier).union(*(before[value] for value in earlier)))
+    before = needed_before(graph(captured.tasks))
     products = [number for number, name in enumerate(names) if name == "addmm"]
     update = names.index("mul_")
     assert products[0] not in before[products[1]]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import planned, traced
+from graph_cases import planned, scheduled, traced
+from schedule_cases import needed_before
 from torch import nn
 from torch.fx import Interpreter, Node
 from torch.utils._pytree import tree_leaves
@@ -17,9 +18,8 @@ from manyhands.backends.torch import planning
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.compat import reach
 from manyhands.backends.torch.run.bindings import native
-from manyhands.schedule.check import check
 from manyhands.schedule.graph import graph
-from manyhands.schedule.lanes import lanes_for, schedule, schedule_main_lane
+from manyhands.schedule.lanes import schedule, schedule_main_lane
 
 # What is really so
 
@@ -131,20 +131,16 @@ def test_who_takes_a_value_comes_after_who_makes_it(name: str, way: Any) -> None
     make, shape, kind = PROGRAMS[name]
     trace = traced(make(), torch.randn(shape).to(kind))
     assert any(step.task.name.startswith(("_unsafe", "unsafe")) for step in trace.steps)
-    before: list[set[int]] = []
-    for earlier in graph(trace.tasks).needs:
-        before.append(earlier.union(*(before[value] for value in earlier)))
+    program = graph(trace.tasks)
+    before = needed_before(program)
     made_by = {node: number for number, step in enumerate(trace.steps) for node in step.nodes}
     for number, step in enumerate(trace.steps):
         makers = {made_by[value] for node in step.nodes for value in node.all_input_nodes if value in made_by} - {
             number
         }
         assert makers <= before[number]
-    program = graph(trace.tasks)
     for lanes in (2, 3):
-        scheduled_tasks = way(program, lanes_for(program, lanes))
-        check(scheduled_tasks)
-        place = {task: number for number, task in enumerate(scheduled_tasks.order)}
+        place = {task: number for number, task in enumerate(scheduled(trace, lanes, trace.tasks, way).order)}
         assert all(place[other] < place[number] for number, others in enumerate(before) for other in others)
 
 

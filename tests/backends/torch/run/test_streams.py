@@ -9,8 +9,9 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from graph_cases import traced
+from graph_cases import scheduled, traced
 from hypothesis import given, settings
+from schedule_cases import known_before
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -83,9 +84,8 @@ def test_the_host_waits_before_it_reads_a_copy_and_streams_do_not_wait_for_the_h
     kinds = dict.fromkeys((task.device, task.kind) for task in found.tasks)
     lanes = [Lane(device, kind) for device, kind in kinds]
     made = schedule(graph(found.tasks), lanes)
-    plan = made
     streams = [Stream(lane.device, lane.kind) for lane in lanes]
-    (result,) = codegen.generate(found, plan, streams).build()(tensors)  # type: ignore[arg-type]
+    (result,) = codegen.generate(found, made, streams).build()(tensors)  # type: ignore[arg-type]
     assert torch.equal(result, tensors[0].sin().cos().exp().neg().tanh())
     begin = ["copy out waits for compute", "copy in waits for compute"]
     work = [
@@ -111,12 +111,7 @@ def test_memory_goes_as_soon_as_its_lane_knows_all_users_to_be_over(program: Any
     users = {m: {i for i, task in enumerate(tasks) if m in task.reads | task.writes} for m in range(6)}
     makers = {m: next((i for i, task in enumerate(tasks) if m in task.writes), None) for m in range(6)}
     wanted = {m: ({made.lane_of[maker]}, users[m]) for m, maker in makers.items() if maker is not None}
-    before: list[set[int]] = [set() for _ in tasks]
-    last: dict[int, int] = {}
-    for task in made.order:
-        past = [*made.waits.get(task, ()), *([last[made.lane_of[task]]] if made.lane_of[task] in last else [])]
-        before[task] = {task}.union(*(before[one] for one in past))
-        last[made.lane_of[task]] = task
+    before = known_before(made)
     expected = {}
     for memory, ((lane,), own) in wanted.items():
         known = [task for task in made.order if made.lane_of[task] == lane and own <= before[task]]
@@ -189,13 +184,10 @@ def test_they_are_issued_at_every_call_on_lanes_of_each_gpu() -> None:
 @pytest.mark.usefixtures("fake_gpus")
 def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> None:
     captured, inputs = traced_on_two()
-    measured = graph(captured.tasks)
-    planned = schedule(measured, lanes_for(measured, 1))
-    check(planned)
-    plan = planned
-    streams = torch_runs.streams_of(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
+    planned = scheduled(captured, 1, captured.tasks)
+    streams = torch_runs.streams_of(planned, (torch.device("cuda:0"), torch.device("cuda:1")))
     named = {str(lane): stream.name for lane, stream in zip(planned.lanes, streams, strict=True)}
-    results = codegen.generate(captured, plan, streams).build()(inputs)
+    results = codegen.generate(captured, planned, streams).build()(inputs)
     assert [str(result.device) for result in results] == ["cuda:1", "cuda:0", "cuda:1"]
     producing, copying = named["gpu:0 compute 0"], named["gpu:1 copy 0"]
     consuming = named["gpu:1 compute 0"]
@@ -205,7 +197,7 @@ def test_the_code_waits_across_gpus_and_copies_on_a_stream_of_the_source() -> No
     assert beside.removeprefix("on ") not in named.values()  # no other work stands in its way
     assert current == f"on {copying}"  # the result's memory belongs to the lane
     assert f"{consuming} waits for {copying}" in LOG[wait:]
-    first = streams[codegen.gpu_lanes(captured, plan)[0]].name
+    first = streams[codegen.gpu_lanes(captured, planned)[0]].name
     assert {line for line in LOG if line.startswith(f"{first} waits for")} >= {
         f"{first} waits for {name}" for name in named.values() if name != first
     }
@@ -218,10 +210,9 @@ def test_the_host_waits_for_the_copies_to_every_gpu() -> None:
 
     inputs = [torch.ones(4)]
     captured = trace_of(function, *inputs)
-    planned = schedule(graph(captured.tasks), lanes_for(graph(captured.tasks), 1))
-    plan = planned
-    streams = torch_runs.streams_of(plan, (torch.device("cuda:0"), torch.device("cuda:1")))
-    codegen.generate(captured, plan, streams).build()(inputs)
+    planned = scheduled(captured, 1, captured.tasks)
+    streams = torch_runs.streams_of(planned, (torch.device("cuda:0"), torch.device("cuda:1")))
+    codegen.generate(captured, planned, streams).build()(inputs)
     copying = {stream.name for lane, stream in zip(planned.lanes, streams, strict=True) if lane.kind == "copy in"}
     assert len(copying) == 2
     assert {line.removeprefix("host waits for ") for line in LOG if line.startswith("host")} == copying
