@@ -12,6 +12,7 @@ import torch
 from manyhands.backends.torch.capture.call import call
 from manyhands.backends.torch.capture.trace import Trace
 from manyhands.backends.torch.capture.whole import trace_whole
+from manyhands.backends.torch.dynamo.backend import GraphPlan, compile_with
 from manyhands.backends.torch.run import threads
 from manyhands.backends.torch.run.threads import ThreadRun
 from manyhands.parallel.function import Parallel
@@ -43,6 +44,32 @@ def scheduled(trace: Trace, lanes: int, tasks: Sequence[Task] | None = None, way
 def run_on(function: Callable[..., Any], lanes: int, *arguments: Any) -> ThreadRun:
     trace = traced(function, *arguments)
     return ThreadRun(trace, scheduled(trace, lanes), lanes)
+
+
+def captured(
+    model: Callable[..., Any], *batches: torch.Tensor, calls: int = 2, planned: bool = False, **options: Any
+) -> list[tuple[Any, list[torch.Tensor], tuple[int, bool]]]:
+    """The graphs that PyTorch makes of a model and its backward pass, with arguments of a call.
+
+    And the number of the call, and whether it is a backward graph. Each gets a plan, or runs as it is.
+    """
+    graphs: list[tuple[Any, list[torch.Tensor], tuple[int, bool]]] = []
+    number = 0
+
+    def make(role: Any) -> Any:
+        def planner(graph: Any, arguments: tuple[Any, ...]) -> GraphPlan | None:
+            graphs.append((graph, list(arguments), (number, role.is_backward)))
+            return GraphPlan(lambda tensors: graph(*tensors), in_graph=False) if planned else None
+
+        return planner
+
+    compiled = torch.compile(model, backend=lambda module, inputs: compile_with(module, inputs, make), **options)
+    for x in batches:
+        for number in range(calls):  # noqa: B007
+            result = compiled(x)
+            if result.requires_grad:
+                result.sum().backward()
+    return graphs
 
 
 def by_dynamo(function: Callable[..., Any], *, backward: bool = False) -> Callable[..., Any]:

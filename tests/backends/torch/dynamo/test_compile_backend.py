@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import traced
+from graph_cases import captured, traced
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -114,31 +114,12 @@ def test_gradients_may_be_lazily_conjugated_or_negated(view: Callable[..., Any])
 # When graphs are planned
 
 
-def planned_graphs(model: Callable[..., Any], x: torch.Tensor) -> list[list[str]]:
-    """Which graphs are planned in each step in which any is."""
-    steps: list[list[str]] = []
-
-    def make(role: GraphRole) -> Any:
-        def planner(graph: Any, arguments: tuple[Any, ...]) -> GraphPlan:
-            steps[-1].append("backward" if role.is_backward else "forward")
-            return GraphPlan(lambda tensors: graph(*tensors), in_graph=False)
-
-        return planner
-
-    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
-        return dynamo.compile_with(module, inputs, make)
-
-    fast = torch.compile(model, backend=backend)
-    for _ in range(4):
-        steps.append([])
-        fast(x).sum().backward()
-    return [step for step in steps if step]
-
-
 def test_the_backward_graph_is_planned_once_and_after_the_forward_graph() -> None:
     """The first call of a forward graph is PyTorch's to watch: what it keeps lies elsewhere from the second on."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    assert planned_graphs(net, torch.rand(8, 4)) == [["forward", "backward"]]
+    planned = [place for *_, place in captured(net, torch.rand(8, 4), calls=4, planned=True)]
+    (number, _), *_ = planned
+    assert planned == [(number, False), (number, True)]
 
 
 # Results that cannot be compared

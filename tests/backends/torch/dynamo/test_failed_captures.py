@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from torch import nn
 from manyhands import torch as mh
 from manyhands.backends.torch import compat
 from manyhands.backends.torch.capture import whole
-from manyhands.backends.torch.dynamo import backend, graphs
-from manyhands.parallel import planner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -23,33 +20,15 @@ def fail(*arguments: Any, **keywords: Any) -> Any:
     raise ArithmeticError("it broke")
 
 
-def in_dynamo() -> tuple[Any, str]:
-    from torch._dynamo import symbolic_convert
-
-    return symbolic_convert.InstructionTranslatorBase, "run"
-
-
-def in_guards() -> tuple[Any, str]:
-    from torch._dynamo import output_graph
-
-    return output_graph.OutputGraph, "compile_and_call_fx_graph"
-
-
-def in_aot_autograd() -> tuple[Any, str]:
-    from torch._functorch import aot_autograd
-
-    return aot_autograd, "create_aot_state"
-
-
-PLACES: dict[str, Callable[[], tuple[Any, str]]] = {
-    "Dynamo traces": in_dynamo,
-    "Dynamo ends a graph": in_guards,
-    "aot_autograd begins": in_aot_autograd,
-    "a graph is rewritten": lambda: (graphs, "keep_effects"),
-    "a graph is split": lambda: (backend, "_PlannedGraph"),
-    "a graph is described": lambda: (graphs, "_as_captured"),
-    "a graph is planned": lambda: (planner, "Trials"),
-    "candidates are tried": lambda: (planner.candidates, "candidates"),
+PLACES = {
+    "Dynamo traces": "torch._dynamo.symbolic_convert.InstructionTranslatorBase.run",
+    "Dynamo ends a graph": "torch._dynamo.output_graph.OutputGraph.compile_and_call_fx_graph",
+    "aot_autograd begins": "torch._functorch.aot_autograd.create_aot_state",
+    "a graph is rewritten": "manyhands.backends.torch.dynamo.graphs.keep_effects",
+    "a graph is split": "manyhands.backends.torch.dynamo.backend._PlannedGraph",
+    "a graph is described": "manyhands.backends.torch.dynamo.graphs._as_captured",
+    "a graph is planned": "manyhands.parallel.planner.Trials",
+    "candidates are tried": "manyhands.parallel.planner.candidates.candidates",
 }
 
 
@@ -100,8 +79,7 @@ def test_a_training_step_runs_as_written(place: str, monkeypatch: pytest.MonkeyP
     x, before = torch.rand(8, 4), state()
     weights, momentum, losses = [value.detach().clone() for value in net.parameters()], [0.0, 0.0], list[torch.Tensor]()
     with monkeypatch.context() as broken:
-        owner, name = PLACES[place]()
-        broken.setattr(owner, name, fail)
+        broken.setattr(PLACES[place], fail)
         losses += [step(x).detach() for _ in range(3)]
         notes = step.explain()
     assert len(seen) == 3

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graph_cases import captured
 from torch import nn
 
-from manyhands.backends.torch.dynamo import backend as dynamo
 from manyhands.backends.torch.dynamo import graphs as tested
 from manyhands.backends.torch.dynamo.graphs import CapturedGraph, trace_captured
 from manyhands.schedule.graph import graph
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def captured(model: Callable[..., Any], *batches: torch.Tensor, **options: Any) -> list[tuple[Any, list[torch.Tensor]]]:
-    """The graphs that PyTorch makes of a model and its backward pass, with arguments of a call; two calls per batch."""
-    graphs: list[tuple[Any, list[torch.Tensor]]] = []
-
-    def make(role: Any) -> Any:
-        def plan(graph: Any, arguments: tuple[Any, ...]) -> None:
-            graphs.append((graph, list(arguments)))
-
-        return plan
-
-    def backend(module: Any, inputs: Any) -> Any:
-        return dynamo.compile_with(module, inputs, make)
-
-    compiled = torch.compile(model, backend=backend, **options)
-    for x in batches:
-        for _ in range(2):
-            result = compiled(x)
-            if result.requires_grad:
-                result.sum().backward()
-    return graphs
 
 
 def described(found: Any) -> list[Any]:
@@ -67,16 +44,15 @@ BATCHES = {"convolutions, statistics": (2, 3, 8, 8), "attention": (2, 4, 8), "ra
 def test_forward_and_backward_have_the_tasks_of_a_new_trace(net: str) -> None:
     graphs = captured(NETS[net]().train(), torch.rand(BATCHES[net]))
     assert len(graphs) == 2
-    for function, tensors in graphs:
+    for function, tensors, _ in graphs:
         tensors = [tensor.detach() for tensor in tensors]
         direct, again = tested._as_captured(function, tensors), tested._traced_again(function, tensors)
-        assert direct is not None
         assert described(direct) == described(again)
         assert len(direct.outputs) == len(again.outputs)
 
 
 def test_planning_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    (function, tensors), *_ = captured(
+    (function, tensors, _), *_ = captured(
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.rand(2, 4)
     )
     monkeypatch.setattr(tested, "make_fx", lambda *_, **__: pytest.fail("it is traced again"))
@@ -86,7 +62,7 @@ def test_planning_traces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arguments_of_another_form_are_traced() -> None:
     """The forms that PyTorch predicts are not always those that it computes."""
-    (function, tensors), *_ = captured(nn.Linear(4, 4).requires_grad_(False), torch.rand(2, 4))
+    (function, tensors, _), *_ = captured(nn.Linear(4, 4).requires_grad_(False), torch.rand(2, 4))
     assert tested._as_captured(function, tensors) is not None
     for number, tensor in enumerate(tensors):
         for other in (tensor.double(), torch.cat([tensor, tensor]), tensor.flatten()[:1]):
@@ -98,7 +74,7 @@ def test_arguments_of_another_form_are_traced() -> None:
 def test_graphs_for_any_size_are_traced() -> None:
     graphs = captured(nn.Linear(4, 4).requires_grad_(False), *[torch.rand(2, 4), torch.rand(3, 4)] * 2, dynamic=True)
     assert graphs
-    for function, arguments in graphs:
+    for function, arguments, _ in graphs:
         assert isinstance(function, CapturedGraph)
         assert tested._as_captured(function, arguments) is None
         sizes = {step.node.meta["val"].shape[0] for step in trace_captured(function, arguments).steps[-1:]}

@@ -20,17 +20,6 @@ Step = Callable[[torch.Tensor, torch.Tensor], Any]
 loss_of = nn.functional.cross_entropy
 
 
-def in_pytorchs_order(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        optimizer.zero_grad()
-        loss = loss_of(net(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
 def in_the_books_order(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         output = net(x)
@@ -70,6 +59,8 @@ def retained(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 
 def with_the_last_gradients(net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """In PyTorch's order, behind a look at the gradients of the step before."""
+
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         norms = [parameter.grad.norm() for parameter in net.parameters() if parameter.grad is not None]
         optimizer.zero_grad()
@@ -82,7 +73,6 @@ def with_the_last_gradients(net: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 PROGRAMS = [
-    in_pytorchs_order,
     in_the_books_order,
     accumulated_and_clipped,
     retained,
