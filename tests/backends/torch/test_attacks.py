@@ -10,7 +10,6 @@ import copy
 import functools
 import math
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import ordinary_programs
 import pytest
 import torch
 from graph_cases import by_dynamo
+from ordinary_programs import error_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,7 +105,7 @@ def unused_operation_raises(make: Any) -> Any:
         return (x @ x).sin()
 
     fast = make(function)
-    return [outcome(lambda rows=rows: fast(X, torch.tensor([rows]))) for rows in (1, 2, 9)]
+    return [error_of(lambda rows=rows: fast(X, torch.tensor([rows]))) for rows in (1, 2, 9)]
 
 
 def saved_tensors_hooks_later(make: Any) -> Any:
@@ -181,7 +181,7 @@ def error_of_values_in_a_try(make: Any) -> Any:
             return x * 3
 
     fast = make(function)
-    return fast(torch.eye(4)), outcome(lambda: fast(-torch.eye(4)))
+    return fast(torch.eye(4)), error_of(lambda: fast(-torch.eye(4)))
 
 
 def checkpoint_with_dropout(make: Any) -> Any:
@@ -219,14 +219,6 @@ PROGRAMS = [
 OF_DYNAMO = {identity_with_a_global, unused_operation_raises, error_of_values_in_a_try}
 
 
-def outcome(run: Callable[[], Any]) -> Any:
-    """What a program gives, or the kind of its error."""
-    try:
-        return run()
-    except Exception as error:
-        return type(error).__name__
-
-
 BY_DYNAMO = functools.partial(by_dynamo, backward=True)  # as ``parallel`` captures them
 
 
@@ -247,9 +239,9 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_results_and_effects_are_those_of_plain_execution(program: Program, options: dict[str, Any]) -> None:
     expected = program(lambda function: function)
-    found = outcome(lambda: program(lambda function: mh.parallel(function, **options)))
+    found = error_of(lambda: program(lambda function: mh.parallel(function, **options)))
     if program in OF_DYNAMO:
-        assert same(found, expected) or same(found, outcome(lambda: program(BY_DYNAMO)))
+        assert same(found, expected) or same(found, error_of(lambda: program(BY_DYNAMO)))
     else:
         assert same(found, expected), (found, expected)
 
@@ -258,7 +250,7 @@ def test_results_and_effects_are_those_of_plain_execution(program: Program, opti
 def test_what_the_table_says_of_dynamo_is_true() -> None:
     for program in OF_DYNAMO:
         expected = program(lambda function: function)
-        found = outcome(lambda program=program: program(BY_DYNAMO))
+        found = error_of(lambda program=program: program(BY_DYNAMO))
         assert not same(found, expected), f"{program.__name__}: the table of docs/parallel.md can be shorter"
 
 
@@ -276,26 +268,3 @@ def test_ordinary_programs(program: Program, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     found = program(lambda function: mh.parallel(function, **options))
     assert same(found, expected), (found, expected)
-
-
-# Copies
-
-
-@mh.parallel(memory=2.0)
-def decorated(x: torch.Tensor) -> torch.Tensor:
-    return (x @ x).sin()
-
-
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-def test_a_parallel_function_is_pickled_as_function_and_options() -> None:
-    decorated(X)
-    assert pickle.loads(pickle.dumps(decorated)) is decorated
-    fast = mh.parallel(doubled, synchronous=True, dynamic=False)
-    fast(X)
-    for other in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
-        assert other.function is doubled
-        assert (other.synchronous, other.dynamic, other.memory) == (True, False, 1.3)
-        assert torch.equal(other(X), X * 2)

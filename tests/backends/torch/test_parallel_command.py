@@ -79,13 +79,6 @@ def test_what_cannot_be_is_one_line_before_anything_is_run(
     assert told.count("\n") == 1
 
 
-def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["parallel", "nowhere.py:function"]) == 1
-    assert capsys.readouterr().err == "manyhands: nowhere.py:function: there is no file 'nowhere.py'\n"
-    assert command.main(["parallel", "nowhere.py"]) == 1
-    assert "write script.py:function" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("count", ["0", "-2", "two"])
 def test_a_number_of_devices_is_checked_first(tell: Any, capsys: pytest.CaptureFixture[str], count: str) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import threading
@@ -234,6 +235,7 @@ def test_a_decorated_function_keeps_its_results_options_name_and_text() -> None:
         assert "tasks" in fast.explain()
     assert (with_options.memory, with_options.synchronous) == (2.0, True)
     assert (bare.__name__, bare.__doc__) == ("bare", "It multiplies.")
+    assert pickle.loads(pickle.dumps(bare)) is bare
 
 
 def test_methods_are_bound_to_their_objects() -> None:
@@ -243,6 +245,15 @@ def test_methods_are_bound_to_their_objects() -> None:
             assert torch.equal(scale.scaled(X), X * scale.factor)
     assert "synchronous" in Scale.scaled.explain()
     assert pickle.loads(pickle.dumps(Scale.scaled)) is Scale.scaled
+
+
+def test_a_copy_has_the_function_and_its_options() -> None:
+    fast = Parallel(function, synchronous=True, dynamic=False, memory=2.0)
+    fast(X)
+    for other in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+        assert other.function is function
+        assert (other.synchronous, other.dynamic, other.memory) == (True, False, 2.0)
+        assert torch.equal(other(X), function(X))
 
 
 # Failing runs
@@ -261,9 +272,7 @@ def breaks(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-@breaks.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+breaks.register_fake(torch.empty_like)
 
 
 @pytest.fixture(autouse=True)

@@ -419,7 +419,6 @@ def difference(program: Program, options: dict[str, bool]) -> str | None:
     """
     found = first_difference(program, lambda function: Parallel(function, **options))
     for backward in (False, True) if found is not None else ():
-        assert found is not None
         world = World(program, functools.partial(by_dynamo, backward=backward))
         results = [world.run(number, *call) for number, call in enumerate(program.calls[: found[0] + 1])]
         torch.set_default_dtype(torch.float32)

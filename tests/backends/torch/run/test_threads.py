@@ -17,7 +17,7 @@ import graph_cases
 import pytest
 import torch
 from graph_cases import run_on
-from support import run_python
+from support import at_once, run_python
 
 from manyhands.parallel import trials
 from manyhands.parallel.function import Parallel
@@ -29,9 +29,7 @@ def fails(x: torch.Tensor) -> torch.Tensor:
     raise ArithmeticError("on purpose")
 
 
-@fails.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+fails.register_fake(torch.empty_like)
 
 
 SLEPT: list[int] = []
@@ -46,12 +44,7 @@ def sleeps(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@sleeps.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-# Order
+sleeps.register_fake(torch.empty_like)
 
 
 # Errors, interrupts, memory, processes
@@ -140,17 +133,11 @@ def test_two_callers_at_once() -> None:
     x, y = torch.randn(30, 30), torch.randn(30, 30)
     run = run_on(two_branches(lambda a: (a @ a).tanh(), lambda b: (b @ b).sin()), 2, x, y)
     expected = run.replay([x, y])
-    wrong: list[int] = []
 
-    def work() -> None:
-        wrong.extend(i for i in range(30) if not all(map(torch.equal, run.replay([x, y]), expected)))
+    def work(_: int) -> bool:
+        return all(all(map(torch.equal, run.replay([x, y]), expected)) for _ in range(30))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert at_once(work, 3) == [True] * 3
 
 
 PROCESS = """
@@ -215,20 +202,6 @@ def test_what_is_chosen_is_right_and_not_slower(monkeypatch: pytest.MonkeyPatch)
         results = fast(*inputs)
         assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(results, expected, strict=True))
         assert (fast.planned.method == AS_WRITTEN) == (fastest != 0.5)
-
-
-def test_trying_out_leaves_no_trace() -> None:
-    def noisy(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        total.add_(1)
-        return torch.rand_like(x) + x
-
-    fast = Parallel(noisy)
-    torch.manual_seed(5)
-    total = torch.zeros(3)
-    result = fast(torch.zeros(4), total)
-    torch.manual_seed(5)
-    assert torch.equal(result, torch.rand(4))
-    assert total.tolist() == [1, 1, 1]
 
 
 def test_synchronous_runs_the_schedules_order_in_the_callers_thread() -> None:
