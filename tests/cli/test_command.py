@@ -175,8 +175,6 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     program = [sys.executable, "-m", "manyhands", "devices", "--framework", "mxnet"]  # not here: it answers soon
     for options in ([], ["--json"]):
         child = subprocess.Popen([*program, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stderr is not None
         child.stdout.close()
         complaint = child.stderr.read()
         assert (child.wait(), "Broken" in complaint) == (0, False), complaint
@@ -229,12 +227,10 @@ def test_visible_devices_renumber_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [machine.visible_uuid(i) for i in range(3)] == ["GPU-2aaa", "GPU-0aaa", None]
 
 
-def test_what_a_script_returns_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_a_script_has_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "job.py"
-    file.write_text("def make(): return 3")
-    with pytest.raises(BadSettings, match=r"job.py:make returns an int: let it return \(model, \(X, y\)\)"):
-        script.maker(f"{file}:make")()
+    file.write_text("def make(): ...")
     for text, said in ((f"{file}:other", "no function 'other'"), ("no.py:make", "no file 'no.py'"), ("x", "name a")):
         with pytest.raises(BadSettings, match=said):
             script.maker(text)

@@ -49,7 +49,6 @@ def test_a_profile_counts_every_byte() -> None:
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     for devices, batch_size in ((1, 64), (1, 32), (2, 32), (2, 16), (1, 1000), (2, 1 << 20)):
         memory = made.memory_of(batch_size, devices)
-        assert memory is not None
         assert (memory.weights, memory.optimizer) == (weights, weights)
         assert memory.batch == pytest.approx(batch_size * (100 * 4 + 8))
         # Kept for the backward pass: both results of ReLU, and the log-probabilities; in it, gradients of them.
@@ -70,8 +69,6 @@ def test_the_peak_of_a_large_batch_is_known_from_a_small_one(several: int) -> No
         profile_of(model, (torch.randn(size, 16, 8), torch.randint(10, (size,))), "adamw") for size in (4, 64)
     )
     foreseen, counted = small.memory_of(64, several), large.memory_of(64, several)
-    assert foreseen is not None
-    assert counted is not None
     assert foreseen.total == pytest.approx(counted.total, rel=0.02)
     assert foreseen.total > 3 * small.memory_of(4, several).total
 
@@ -140,14 +137,12 @@ def test_what_cannot_be_measured_is_one_line() -> None:
         with pytest.raises(BadSettings, match=words) as caught:
             mh.forecast(model, inputs, devices=[1, 2], device="cpu")
         assert "\n" not in str(caught.value)
-    with pytest.raises(BadBatch, match="no tensor with samples"):
-        mh.forecast(net(), "batch", devices=[1], device="cpu")
-    with pytest.raises(BadBatch, match="inputs, target"):
-        mh.forecast(net(), (torch.randn(4, 100),), devices=[1], device="cpu")
-    with pytest.raises(BadSettings, match="link 'wire' is not known"):
-        mh.forecast(net(), batch(4), link="wire")
-    with pytest.raises(BadSettings, match="precision='half'"):
-        mh.forecast(net(), batch(4), precision="half")
+    for unread, words in (("batch", "no tensor with samples"), ((torch.randn(4, 100),), "inputs, target")):
+        with pytest.raises(BadBatch, match=words):
+            mh.forecast(net(), unread, devices=[1], device="cpu")
+    for option, words in (({"link": "wire"}, "link 'wire' is not known"), ({"precision": "half"}, "precision='half'")):
+        with pytest.raises(BadSettings, match=words):
+            mh.forecast(net(), batch(4), **option)
 
 
 SCRIPT = """

@@ -76,7 +76,6 @@ def test_devices_are_never_better_than_perfect(seconds: float, size: float, devi
 def test_the_batch_size_at_which_devices_pay_is_where_they_do() -> None:
     host_bound = profile(times=(StepTime(16, 0.02, 0.04, 0.0), StepTime(64, 0.04, 0.08, 0.0)))
     (row,) = rows(host_bound, LINKS["pcie"], [4])
-    assert row.pays_from is not None
     (at,) = rows(host_bound, LINKS["pcie"], [4], row.pays_from)
     (below,) = rows(host_bound, LINKS["pcie"], [4], row.pays_from - 4)
     assert at.pays
@@ -157,8 +156,6 @@ def test_memory_is_on_a_line_and_fits_or_not() -> None:
     )
     made = Forecast.of(profile(memory=lines, capacity=700), PLAIN, [1, 2, 4])
     one, two, four = made.rows
-    assert one.memory is not None
-    assert two.memory is not None
     assert one.memory.total == 740
     assert (one.fits, two.fits, four.fits) == (False, True, True)
     assert two.memory.as_dict()["optimizer"] == 1
@@ -183,7 +180,6 @@ def test_the_peak_moves_with_the_batch_size() -> None:
     one = profile(memory=tuple(lines))
     for batch, peak in ((1, 20), (4, 20), (10, 20), (11, 21), (1000, 1010)):
         memory = one.memory_of(batch, 1)
-        assert memory is not None
         assert memory.total == peak
     assert len(lines) == 2
     (through_both,) = memory_lines(False, (2, moments(2)), (4, moments(4)[:2]))  # not the same operations

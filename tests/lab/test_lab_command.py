@@ -19,16 +19,6 @@ from manyhands.lab.report import SCHEMA, ExperimentResult, LabReport, page
 from manyhands.schedule.timeline import Span
 
 
-def command(*arguments: str, **options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "manyhands", "lab", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,  # type: ignore[call-overload]
-    )
-
-
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab"]) == 0
     out = capsys.readouterr().out
@@ -60,8 +50,9 @@ def test_bad_input_is_one_line_before_anything_runs(
 def test_a_run_keeps_raw_trials_of_what_is_finished(tmp_path: Path) -> None:
     """Interrupted in the second experiment: the first is in the report whole, with where its trials come from."""
     page, data_file = tmp_path / "r.html", tmp_path / "r.json"
-    files = ("--html", str(page), "--json", str(data_file))
-    child = command("run", "how-linear", "eight-operations", "--quick", "--framework", "torch", *files)
+    command = [sys.executable, "-m", "manyhands", "lab", "run", "how-linear", "eight-operations", "--quick"]
+    command += ["--framework", "torch", "--html", str(page), "--json", str(data_file)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
     while not data_file.exists() and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -8,6 +8,7 @@ import re
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ from manyhands.errors import BadSettings
 HERE = __file__
 
 
-def _wait(sink: Recorder, line: int, kind: Kind = Kind.READ, seconds: float = 0.001) -> None:
-    stall = Stall(kind, "Tensor.item", Site(Line(HERE, line)))
+def _wait(sink: Recorder, line: int, kind: Kind = Kind.READ, seconds: float = 0.001, file: str = HERE) -> None:
+    stall = Stall(kind, "Tensor.item", Site(Line(file, line)))
     sink.before(stall)
     sink.after(watch.WaitEvent(stall, 0.0, seconds))
 
@@ -34,12 +35,17 @@ def _recorder(steps: int, waits: int = 1) -> Recorder:
     made = Recorder(speeds=speeds.h200())
     made.frameworks.add("torch")
     for _ in range(steps):
-        for _ in range(10):
-            made.launch(1e-5)
-        for _ in range(waits):
-            _wait(made, 1)
-        made.step("optimizer")
+        _step(made, *[1] * waits, launches=10)
     return made
+
+
+def _step(made: Recorder, *lines: int, launches: int = 1, **how: Any) -> None:
+    """So many operations, then a wait at each of these lines."""
+    for _ in range(launches):
+        made.launch(1e-5)
+    for line in lines:
+        _wait(made, line, **how)
+    made.step("optimizer")
 
 
 def test_a_line_is_counted_per_step_and_in_all_without_the_warmup() -> None:
@@ -102,8 +108,6 @@ def test_without_steps_the_main_threads_waits_are_on_the_path() -> None:
         _wait(made, line)
     audited = report.make(made, program="p", warmup=5)
     assert {finding.line: finding.gained is None for finding in audited.findings} == {2: False, 1: True}
-    assert audited.cost is not None
-    assert audited.gain is not None
     assert audited.gain <= audited.cost
     assert max(finding.waited for finding in audited.findings) < 1e-3  # predicted for other threads, too
 
@@ -164,10 +168,7 @@ def test_a_comment_silences_a_line_and_is_counted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("a.item()  # manyhands: wait-ok once a day\nb.item()\n")
     made = _recorder(1, waits=0)
-    for line in (1, 2):
-        site = Site(Line(str(script), line))
-        made.after(watch.WaitEvent(Stall(Kind.READ, "Tensor.item", site), 0.0, 0.0))
-    made.step("optimizer")
+    _step(made, 1, 2, launches=0, file=str(script))
     audited = report.make(made, program="p", warmup=1)
     assert [finding.line for finding in audited.findings] == [2]
     assert audited.silenced == 1
@@ -181,10 +182,7 @@ def test_a_print_once_an_epoch_needs_no_cure(tmp_path: Path) -> None:
     )
     made = _recorder(0)
     for step in range(20):
-        made.launch(1e-5)
-        for line in (3, 4) if step % 10 == 9 else (3,):
-            made.after(watch.WaitEvent(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
-        made.step("optimizer")
+        _step(made, *((3, 4) if step % 10 == 9 else (3,)), file=str(script))
     each, rare = sorted(report.make(made, program="p", warmup=0).findings, key=lambda finding: finding.line)
     assert each.cure == "count the steps, and run this line every 100 steps"
     assert rare.cure.startswith("none needed: it waits in a few steps only")
@@ -196,10 +194,8 @@ class _Depth(int):
 
 def test_a_wait_is_the_users_line_with_the_librarys_beside_it() -> None:
     site = _Depth(1).site
-    assert site is not None
     assert site.user.file == HERE
     assert site.user.text == "site = _Depth(1).site"
-    assert site.library is not None
     assert site.library.file.endswith("functools.py")
 
 
@@ -213,9 +209,7 @@ def test_a_baseline_hides_what_it_has() -> None:
     old = report.make(_recorder(12), program="p", warmup=5)
     fresh = _recorder(0)
     for _ in range(12):
-        _wait(fresh, 1)
-        _wait(fresh, 3)
-        fresh.step("optimizer")
+        _step(fresh, 1, 3, launches=0)
     audited = report.new_since(report.make(fresh, program="p", warmup=5), old)
     assert [finding.line for finding in audited.findings] == [3]
     assert audited.known == 1
@@ -229,10 +223,7 @@ def test_a_second_line_with_the_text_of_a_known_one_is_new(tmp_path: Path) -> No
     for lines in ((1,), (1, 3)):
         made = _recorder(0)
         for _ in range(12):
-            made.launch(1e-5)
-            for line in lines:
-                made.after(watch.WaitEvent(Stall(Kind.READ, "Tensor.item", Site(Line(str(script), line))), 0.0, 0.0))
-            made.step("optimizer")
+            _step(made, *lines, file=str(script))
         reports.append(report.make(made, program="p", warmup=5))
     assert [finding.line for finding in report.new_since(reports[1], reports[0]).findings] == [3]
 
@@ -292,9 +283,7 @@ def test_a_prediction_has_no_time_of_the_clock(kind: Kind) -> None:
     for clock in (0.001, 5.0):
         made = _recorder(0)
         for _ in range(12):
-            made.launch(1e-5)
-            _wait(made, 1, kind, seconds=clock)
-            made.step("optimizer")
+            _step(made, 1, kind=kind, seconds=clock)
         reports.append(report.make(made, program="p", warmup=5).as_data())
     assert [each.pop("loaders") == {} for each in reports] == [kind is not Kind.LOADER] * 2
     assert reports[0] == reports[1]
@@ -304,9 +293,7 @@ def test_a_prediction_has_no_time_of_the_clock(kind: Kind) -> None:
 def test_a_loaders_time_is_a_line_of_its_own() -> None:
     made = _recorder(0)
     for clock in (9.0, 0.012, 0.012):  # the first batch starts the workers
-        made.launch(1e-5)
-        _wait(made, 1, Kind.LOADER, seconds=clock)
-        made.step("optimizer")
+        _step(made, 1, kind=Kind.LOADER, seconds=clock)
     audited = report.make(made, program="p", warmup=0)
     assert audited.loaders == {f"{sites.shown_path(HERE)}:1": 0.012}
     assert "the data loader takes 12 ms a batch by this machine's clock" in table.text(audited)
