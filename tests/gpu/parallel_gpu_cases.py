@@ -24,6 +24,15 @@ from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
 GPU = "cuda:0"
 
 
+def scheduled(function: Callable[..., Any], lanes: int, *arguments: Any) -> tuple[Any, Any]:
+    """The trace of a function, and a schedule of its tasks that is proved."""
+    found = trace_whole(function, call_of(arguments, {})).trace
+    program = graph(found.tasks)
+    made = schedule(program, lanes_for(program, lanes))
+    check(made)
+    return found, made
+
+
 class Forced:
     """One kind of run on so many lanes, whether it is faster or not."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from audit_support import CORPUS, audit, lines_and_kinds, planted, programs
-from support import run_command
+from support import run_command, run_program
+
+torch = pytest.importorskip("torch")
+
+from manyhands import torch as mh  # noqa: E402
+from manyhands.errors import HiddenWait  # noqa: E402
 
 # What only a prediction sees: tiny operations line by line, and numbers that PyTorch reads by itself.
 ONLY_PREDICTED = {"tiny_launches", "tensor_for_a_number"}
@@ -54,7 +57,7 @@ def test_pytorchs_own_warnings_name_no_line_of_a_loop_that_we_miss(reports: dict
         for kind in ("planted", "clean")
         for name in sorted({*programs("torch", kind)} - ONLY_PREDICTED)
     ]
-    done = subprocess.run([sys.executable, "-c", SECOND_OPINION, *paths], capture_output=True, text=True, check=True)
+    done = run_program("-c", SECOND_OPINION, *paths)
     for path, lines in json.loads(done.stdout.splitlines()[-1]).items():
         text = Path(path).read_text().splitlines()
         in_loop = [line for line in lines if text[line - 1].startswith(" ")]
@@ -86,7 +89,6 @@ def test_times_are_measured_and_the_gpu_is_seen_to_be_busy(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     told = json.loads(report.read_text())
     assert not told["predicted"]
-    assert told["busy"] is not None
     assert 0.1 < told["busy"] <= 1
     (finding,) = told["findings"]
     assert finding["source"] == "float(loss)"
@@ -110,11 +112,6 @@ def test_a_program_with_its_own_profiler_and_sync_debug_mode_works(tmp_path: Pat
 
 
 def test_a_guard_raises_before_the_host_waits() -> None:
-    import torch
-
-    from manyhands import torch as mh
-    from manyhands.errors import HiddenWait
-
     x = torch.ones(4, device="cuda")
     with mh.guard("forbid"), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -125,10 +122,6 @@ def test_a_guard_raises_before_the_host_waits() -> None:
 
 
 def test_after_a_guard_a_step_is_captured_as_before(tmp_path: Path) -> None:
-    import torch
-
-    from manyhands import torch as mh
-
     mode = torch.cuda.get_sync_debug_mode()
     with mh.guard("count"):
         torch.ones(4, device="cuda").sum().item()

@@ -8,6 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import training_gpu_cases  # noqa: E402
+from training_gpu_cases import captured  # noqa: E402
+
 from manyhands import torch as mh  # noqa: E402
 from manyhands.errors import BadSettings, LossIsNotANumber  # noqa: E402
 from manyhands.training.options import Step, Workers  # noqa: E402
@@ -38,12 +41,7 @@ def trained(model: Any, epochs: int = 3, **options: Any) -> Any:
 
 
 def difference(one: Any, other: Any) -> float:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-3)) for a, b in pairs)
-
-
-def captured(result: Any) -> bool:
-    return any("one CUDA graph" in note for note in result.notes)
+    return training_gpu_cases.difference(one.state_dict(), other.state_dict())
 
 
 def test_blocks_are_computed_again_in_a_captured_step() -> None:

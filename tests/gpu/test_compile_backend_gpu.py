@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,18 +18,9 @@ torch = pytest.importorskip("torch")
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.dynamo import backend  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("whole_float32")
 nn = torch.nn
 DEVICE = "cuda:0"
-
-
-@pytest.fixture(autouse=True)
-def _whole_float32() -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    torch.backends.cudnn.allow_tf32 = before
 
 
 class Branchy(nn.Module):  # type: ignore[misc,name-defined]

@@ -7,7 +7,7 @@ is exact is told by the same net in float64. TF32 is off: it alone would make a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,16 +19,9 @@ from exact import float64  # noqa: E402
 from manyhands import torch as mh  # noqa: E402
 from manyhands.book import torch as models  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("whole_float32")
 nn = torch.nn
 DEVICE = "cuda:0"
-
-
-@pytest.fixture(autouse=True)
-def _whole_float32() -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 def step_of(net: Any, cast: bool) -> Callable[..., Any]:
@@ -121,7 +114,6 @@ def test_a_whole_training_step_is_compiled_and_writes_its_weights() -> None:
 
 
 def test_as_a_backend_of_dynamo() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     net = models.small_resnet().to(DEVICE)
     plain, wide = copy.deepcopy(net), copy.deepcopy(net).double()

@@ -8,17 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from training_gpu_cases import captured, net, samples  # noqa: E402
+
 from manyhands import torch as mh  # noqa: E402
 
-IMAGES = torch.rand(1300, 1, 12, 12, generator=torch.Generator().manual_seed(0))
-LABELS = torch.randint(5, (1300,), generator=torch.Generator().manual_seed(1))
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(800, 5)
-    )
+IMAGES, LABELS = samples(1300, 12, 5)
 
 
 def trainer(**options: Any) -> mh.Trainer:
@@ -52,7 +46,7 @@ def test_metrics_beside_a_captured_step() -> None:
     data, validation = (IMAGES[:640], LABELS[:640]), (IMAGES[640:], LABELS[640:])
     model, plain = net(), net()
     result = trainer(lr=0.05, metrics=[seen]).fit(model, data, validation)
-    assert any("one CUDA graph" in note for note in result.notes), result.notes
+    assert captured(result), result.notes
     trainer(lr=0.05).fit(plain, data, validation)
     for mine, other in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
         assert torch.equal(mine, other), "metrics change nothing of the training"

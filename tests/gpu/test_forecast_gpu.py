@@ -106,7 +106,6 @@ def test_peak_memory_is_forecast(name: str) -> None:
     # cuDNN takes other plans for a smaller batch, with more workspace or less: that cannot be foreseen (VGG).
     for profile, what, most in ((same, "the same batch size", 0.02), (small, "a quarter of it", 0.07)):
         memory = profile.memory_of(size, 1)
-        assert memory is not None
         error = memory.total / truth - 1
         print(f"{name}, measured with {what}: {memory.total / 1e6:.1f} MB, seen {truth / 1e6:.1f} MB, {error:+.1%}")
         assert abs(error) <= most
@@ -119,5 +118,4 @@ def test_forecast_on_a_gpu() -> None:
     assert one.fits
     assert made.profile.kind == "gpu"
     assert all(0 < bucket.ready <= 1 for bucket in made.profile.buckets)
-    assert one.memory is not None
     assert 0 < one.memory.activations < one.memory.total

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
+from training_gpu_cases import samples  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch.kernels import batch_norm  # noqa: E402
@@ -22,20 +23,10 @@ from manyhands.book import torch as models  # noqa: E402
 from manyhands.training.torch.fast import build  # noqa: E402
 from manyhands.training.torch.fast.norms.batch_norm import FusedBatchNorms  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("same_kernels")
 DEVICE = torch.device("cuda", 0)
-COUNT = 320
-IMAGES = torch.rand(COUNT, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-LABELS = torch.randint(10, (COUNT,), generator=torch.Generator().manual_seed(1))
+IMAGES, LABELS = samples(320, 28, 10)
 NETS = {"small resnet": models.small_resnet, "resnet-18": models.resnet18}
-
-
-@pytest.fixture(autouse=True)
-def _the_same_kernels() -> Any:
-    """What cuDNN takes for a convolution is chosen by rule, not by a race, and adds in one order."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    yield
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -119,7 +110,6 @@ def test_training_with_and_without(tmp_path: Path) -> None:
 
 def test_a_kernel_that_reads_past_pytorch_is_found() -> None:
     """A model with a compiled part: what is only noted would be garbage there. The step is made without notes then."""
-    torch._dynamo.reset()
 
     class Partly(nn.Module):
         def __init__(self) -> None:

@@ -47,6 +47,15 @@ def copies_of(forced: Forced) -> tuple[bool, bool]:
     return captured.copies_in is not None, captured.copies_out is not None
 
 
+def copies_beside_calls(inputs: list[Any]) -> tuple[bool, bool]:
+    """Who copies in calls one after the other, whose results are looked at when all have been made."""
+    fast = Forced(of_all_kinds, 4, "graph")
+    results = [fast(*value) for value in inputs]
+    for result, value in zip(results, inputs, strict=True):
+        assert_same(result, of_all_kinds(*value))
+    return copies_of(fast)
+
+
 def with_gaps(x: Any, y: Any) -> list[Any]:
     total = x @ y
     return [total[:, ::2], total.half()[3:7, 5], total.sum(0).expand(3, 33), total + 1]
@@ -64,12 +73,7 @@ def test_results_with_gaps_are_copied_by_the_graph() -> None:
 @pytest.mark.parametrize("offset", [0, 1])
 def test_every_call_has_results_of_its_own(offset: int) -> None:
     """Nothing is waited for: a replay under way keeps the addresses that it was launched with."""
-    fast = Forced(of_all_kinds, 4, "graph")
-    inputs = [arguments(number, offset) for number in range(200)]
-    results = [fast(*value) for value in inputs]
-    for result, value in zip(results, inputs, strict=True):
-        assert_same(result, of_all_kinds(*value))
-    assert copies_of(fast) == (True, True)
+    assert copies_beside_calls([arguments(number, offset) for number in range(200)]) == (True, True)
 
 
 def test_arguments_that_stay_and_results_that_do_not() -> None:
@@ -158,12 +162,7 @@ def test_without_a_compiler_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> N
         raise CannotCompile("the library is not there")
 
     monkeypatch.setattr(graph_copies, "compile_file", refused)
-    fast = Forced(of_all_kinds, 4, "graph")
-    inputs = [arguments(number) for number in range(20)]
-    results = [fast(*value) for value in inputs]
-    for result, value in zip(results, inputs, strict=True):
-        assert_same(result, of_all_kinds(*value))
-    assert copies_of(fast) == (False, False)
+    assert copies_beside_calls([arguments(number) for number in range(20)]) == (False, False)
 
 
 @pytest.mark.parametrize("lanes", [1, 4])

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from manyhands.backends.torch.kernels import batch_norm as kernels  # noqa: E402
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from parallel_gpu_cases import GPU, Forced, assert_same, chains, each_run  # noqa: E402
+from support import at_once  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
@@ -266,16 +266,9 @@ def test_calls_on_two_streams_and_from_two_threads_do_not_mix() -> None:
 
     def work(number: int) -> None:
         for _ in range(20):
-            if not torch.equal(fast(xs[number]), expected[number]):
-                wrong.append(number)
+            assert torch.equal(fast(xs[number]), expected[number])
 
-    wrong: list[int] = []
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(work, 4)
 
 
 def test_inside_a_graph_of_the_callers_own_it_is_run_as_it_is_written() -> None:

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from exact import float64  # noqa: E402
+from training_gpu_cases import captured, samples  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.book import torch as models  # noqa: E402
@@ -23,21 +24,10 @@ from manyhands.training.options import Step  # noqa: E402
 from manyhands.training.torch.fast import build  # noqa: E402
 from manyhands.training.torch.fast.lanes.eager import StepLanes, StreamLanes  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("same_kernels")
 DEVICE = "cuda:0"
-COUNT = 320
-IMAGES = torch.rand(COUNT, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-LABELS = torch.randint(10, (COUNT,), generator=torch.Generator().manual_seed(1))
+IMAGES, LABELS = samples(320, 28, 10)
 NETS = {"lenet": models.lenet, "small resnet": models.small_resnet, "resnet-18": models.resnet18}
-
-
-@pytest.fixture(autouse=True)
-def _the_same_kernels() -> Any:
-    """What cuDNN takes for a convolution is chosen by rule, not by a race, and adds in one order."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch._dynamo.reset()
-    yield
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
 def trained(name: str, *, epochs: int = 2, lanes: bool = True, **options: Any) -> tuple[dict[str, Any], Any]:
@@ -61,7 +51,7 @@ def test_twenty_steps_end_in_the_same_weights(name: str, compiled: bool) -> None
     step = Step(optimize="max" if compiled else "auto")
     plain, told = trained(name, lanes=False, step=step)
     lanes, told_too = trained(name, step=step)
-    assert any("one CUDA graph" in note for note in told.notes), told.notes
+    assert captured(told), told.notes
     assert told.notes == told_too.notes
     if compiled:
         assert all(bool(value.isfinite().all()) for value in lanes.values())

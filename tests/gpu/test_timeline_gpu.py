@@ -9,30 +9,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from parallel_gpu_cases import GPU, chains  # noqa: E402
+from parallel_gpu_cases import GPU, chains, scheduled  # noqa: E402
 
 from manyhands import torch as mh  # noqa: E402
 from manyhands.backends.torch import planning  # noqa: E402
-from manyhands.backends.torch.capture.call import call as call_of  # noqa: E402
-from manyhands.backends.torch.capture.whole import trace_whole  # noqa: E402
 from manyhands.backends.torch.run.streams import StreamRun  # noqa: E402
-from manyhands.schedule.check import check  # noqa: E402
-from manyhands.schedule.graph import graph  # noqa: E402
-from manyhands.schedule.lanes import lanes_for, schedule  # noqa: E402
 
 
 def test_a_measured_timeline_keeps_every_need() -> None:
     torch.manual_seed(0)
     w, xs = torch.randn(256, 256, device=GPU) / 16, [torch.randn(256, 256, device=GPU) for _ in range(4)]
     before = [x.clone() for x in xs]
-    call = call_of((xs, w), {})
-    found = trace_whole(chains, call).trace
-    program = graph(found.tasks)
-    made = schedule(program, lanes_for(program, 4))
-    check(made)
+    found, made = scheduled(chains, 4, xs, w)
     moments = planning.task_moments(found, made, planning.device_of(found), 1)
     assert all(0 <= start <= stop for start, stop in moments)
-    for task, needs in enumerate(program.needs):
+    for task, needs in enumerate(made.graph.needs):
         assert all(moments[need][1] <= moments[task][0] + 1e-6 for need in needs)
     for lane in made.per_lane():
         assert all(moments[a][1] <= moments[b][0] + 1e-6 for a, b in itertools.pairwise(lane))
@@ -66,12 +57,8 @@ def test_two_gpus_in_one_function(count: int) -> None:
     made = None
     for _ in range(5):
         given = [torch.randn(512, 512, device=device) / 20 for device in ("cuda:0", "cuda:0", "cuda:1")]
-        call = call_of(tuple(given), {})
         if made is None:
-            found = trace_whole(function, call).trace
-            program = graph(found.tasks)
-            plan = schedule(program, lanes_for(program, count))
-            check(plan)
+            found, plan = scheduled(function, count, *given)
             made = StreamRun(found, plan, planning.device_of(found))
         before = [torch.cuda.current_stream(number) for number in (0, 1)]
         for one, other in zip(made.replay(given), function(*given), strict=True):

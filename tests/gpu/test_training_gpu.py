@@ -10,35 +10,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from training_gpu_cases import captured, difference, net, samples  # noqa: E402
+
 from manyhands import torch as mh  # noqa: E402
 from manyhands.book import torch as models  # noqa: E402
 from manyhands.errors import BadLabels  # noqa: E402
-from manyhands.training.callbacks.callback import (  # noqa: E402
-    NO_CALLBACKS,
-    Averaging,
-    CallbackPlan,
-)
+from manyhands.training.callbacks.callback import NO_CALLBACKS, Averaging, CallbackPlan  # noqa: E402
 from manyhands.training.loop import Loop  # noqa: E402
 from manyhands.training.options import Settings, Step, Workers  # noqa: E402
-from manyhands.training.torch.data.sources import Arrays, source  # noqa: E402
+from manyhands.training.torch.data.sources import Arrays  # noqa: E402
 from manyhands.training.torch.job import Job  # noqa: E402
 from manyhands.training.torch.learner import Rank, loop_of  # noqa: E402
 from manyhands.training.torch.objective import Supervised  # noqa: E402
 from manyhands.training.torch.ranks import world  # noqa: E402
 
-IMAGES = torch.rand(330, 1, 12, 12, generator=torch.Generator().manual_seed(0))
-LABELS = torch.randint(5, (330,), generator=torch.Generator().manual_seed(1))
-
-
-def net() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 8, 3),
-        torch.nn.BatchNorm2d(8),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(800, 5),
-    )
+IMAGES, LABELS = samples(330, 12, 5)
 
 
 def trained(**settings: Any) -> tuple[dict[str, Any], mh.Result]:
@@ -47,11 +33,6 @@ def trained(**settings: Any) -> tuple[dict[str, Any], mh.Result]:
     settings = settings if "optimizer" in settings else {"lr": 0.05, **settings}
     result = mh.Trainer(3, **settings).fit(model.double(), ((IMAGES, LABELS), (IMAGES[:77], LABELS[:77])))
     return model.state_dict(), result
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    pairs = [(one[name].double(), other[name].double()) for name in other]
-    return max(float((a - b).norm() / b.norm().clamp(min=1e-3)) for a, b in pairs)
 
 
 # A learning rate or a step count that is a tensor on the device is a float32 there, whatever the model's numbers are.
@@ -69,7 +50,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 def test_the_graph_computes_what_plain_steps_compute(extra: dict[str, Any], limit: float) -> None:
     plain, plain_result = trained(step=Step(optimize="off"), **extra)
     graph, graph_result = trained(**extra)
-    assert any("one CUDA graph" in note for note in graph_result.notes), graph_result.notes
+    assert captured(graph_result), graph_result.notes
     assert difference(graph, plain) < limit
     for one, other in zip(graph_result.rows, plain_result.rows, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=limit)
@@ -88,7 +69,7 @@ def test_biases_before_a_batch_norm_are_left_out(options: dict[str, Any], tmp_pa
         settings: Any = {"devices": ["gpu:0"], "batch_size": 32, "lr": 0.01, "precision": "fp64", "quiet": True}
         result = mh.Trainer(2, **settings, **extra).fit(model, (IMAGES[:320], LABELS[:320]))
         found.append(model.state_dict())
-    assert any("one CUDA graph" in note for note in result.notes), result.notes
+    assert captured(result), result.notes
     assert len(result.notes) == 1, result.notes
     told = (tmp_path / "run" / "step.txt").read_text()
     assert "biases left out because a BatchNorm cancels them: 7" in told
@@ -127,7 +108,6 @@ def test_a_cpu_and_a_gpu_in_one_job() -> None:
     both, result = trained(step=Step(batch_stats="global", shares="measured"), devices=["gpu:0", "cpu"])
     assert difference(both, alone) < 1e-10
     assert any("shares measured" in note for note in result.notes)
-    assert result.shares is not None
     assert sum(result.shares) == pytest.approx(1)
 
 
@@ -135,7 +115,7 @@ def _loop(callbacks: CallbackPlan = NO_CALLBACKS, **settings: Any) -> tuple[Loop
     job = Job(
         model=net(),
         objective=Supervised(torch.nn.functional.cross_entropy),
-        train=settings.pop("train", Arrays((IMAGES, LABELS))),
+        train=Arrays((IMAGES, LABELS)),
         test=None,
         settings=Settings(batch_size=32, **settings),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
@@ -166,17 +146,6 @@ def test_no_step_makes_the_host_wait(optimize: Any, callbacks: CallbackPlan) -> 
     assert rank.metrics.read().count == 6 * 330
 
 
-def test_a_loader_is_prefetched_without_waits() -> None:
-    dataset = torch.utils.data.TensorDataset(IMAGES, LABELS)
-    samples = source(torch.utils.data.Subset(dataset, range(330)))
-    loop, rank = _loop(train=samples, step=Step(optimize="off"))
-    loop._make_steps()
-    assert rank.metrics.read().count == 330
-    loop, rank = _loop(train=samples)
-    loop._make_steps()
-    assert any("batches from the loader" in note for note in rank.notes)
-
-
 def test_samples_that_are_on_the_gpu_already() -> None:
     """They cannot be pinned, and need not be moved; and arrays on a GPU are trained on by a CPU, too."""
     samples = [(image.cuda(), int(label)) for image, label in zip(IMAGES[:64], LABELS[:64], strict=True)]
@@ -203,7 +172,7 @@ class AsksForCapture(torch.nn.Module):
 def test_code_that_waits_only_outside_of_a_capture_is_captured() -> None:
     x, y = torch.randn(256, 8), torch.arange(256) % 10
     result = mh.Trainer(3, devices=["gpu:0"], batch_size=32, quiet=True).fit(AsksForCapture(), (x, y))
-    assert any("one CUDA graph" in note for note in result.notes), result.notes
+    assert captured(result), result.notes
     assert not any("could not be made" in note for note in result.notes), result.notes
     assert not torch.cuda.is_current_stream_capturing()
 
@@ -227,7 +196,7 @@ def test_random_numbers_are_drawn_after_a_fallback() -> None:
     assert torch.rand(3, device="cuda").shape == (3,)
     assert torch.cuda.get_sync_debug_mode() == before
     told = mh.Trainer(2, devices=["gpu:0"], batch_size=32, quiet=True).fit(net(), (IMAGES, LABELS))
-    assert any("one CUDA graph" in note for note in told.notes)
+    assert captured(told)
     assert len([note for note in told.notes if not note.startswith("precision")]) == 1
 
 
@@ -255,8 +224,7 @@ def test_adam_goes_on_in_the_graph(tmp_path: Path) -> None:
         model = net().double()
         settings: dict[str, Any] = {"optimizer": lambda p: torch.optim.Adam(p, lr=1e-3), "precision": "fp64", **where}
         trainer = mh.Trainer(epochs, devices=["gpu:0"], batch_size=32, quiet=True, **settings)
-        notes = trainer.fit(model, (IMAGES, LABELS)).notes
-        assert any("one CUDA graph" in note for note in notes)
+        assert captured(trainer.fit(model, (IMAGES, LABELS)))
         return model.state_dict()
 
     straight = going_on(4)
