@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -96,3 +97,12 @@ def framework(request: pytest.FixtureRequest) -> str:
 def mh(framework: str) -> ModuleType:
     """The module of the framework under test."""
     return importlib.import_module(f"manyhands.{framework}")
+
+
+@pytest.fixture
+def two(request: pytest.FixtureRequest) -> list[Any]:
+    """Two devices of the test file's framework, or of the one under test; skipped where there is only one."""
+    mh: Any = vars(request.module).get("mh") or request.getfixturevalue("mh")
+    if mh.num_gpus() < 2:
+        pytest.skip("needs two devices: MANYHANDS_VIRTUAL_DEVICES=3")
+    return [mh.gpu(0), mh.gpu(1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,39 +12,25 @@ import pytest
 class Native:
     """A framework's own hands: make a tensor, read it, compare memory, build a model."""
 
+    tensor: Callable[[Any], Any]  # of float32 on the host
+    values: Callable[[Any], Any]  # nested lists of what it holds
+    address: Callable[[Any], int]  # where its memory is
+    product: Callable[[Any, Any], Any]  # of two matrices
+    model: Callable[[], Any]  # with parameters made, on the host; its first is a weight
+
     def __init__(self, framework: str) -> None:
         self.framework = framework
         self.backend = importlib.import_module(f"manyhands.backends.{framework}.devices")
         getattr(self, f"_{framework}")()
 
-    def tensor(self, values: Any) -> Any:
-        """A float32 tensor on the host."""
-        return self._tensor(values)
-
-    def values(self, tensor: Any) -> Any:
-        """Nested lists of what the tensor holds."""
-        return self._values(tensor)
-
-    def address(self, tensor: Any) -> int:
-        """Where its memory is."""
-        return self._address(tensor)
-
-    def product(self, left: Any, right: Any) -> Any:
-        """The product of two matrices."""
-        return self._product(left, right)
-
-    def model(self) -> Any:
-        """A model of the framework with parameters made, on the host; its first is a weight."""
-        return self._model()
-
     def _torch(self) -> None:
         import torch
 
-        self._tensor = lambda values: torch.tensor(values, dtype=torch.float32)
-        self._values = lambda tensor: tensor.detach().cpu().tolist()
-        self._address = lambda tensor: getattr(tensor, "_inner", tensor).data_ptr()
-        self._product = torch.matmul
-        self._model = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        self.tensor = lambda values: torch.tensor(values, dtype=torch.float32)
+        self.values = lambda tensor: tensor.detach().cpu().tolist()
+        self.address = lambda tensor: getattr(tensor, "_inner", tensor).data_ptr()
+        self.product = torch.matmul
+        self.model = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
     def _jax(self) -> None:
         import jax
@@ -54,11 +41,11 @@ class Native:
             with jax.default_device(self.backend.cpu()):  # by default it would be made on a GPU
                 return nnx.Linear(3, 4, rngs=nnx.Rngs(0))
 
-        self._tensor = lambda values: jax.device_put(np.asarray(values, dtype=np.float32), self.backend.cpu())
-        self._values = lambda tensor: np.asarray(tensor).tolist()
-        self._address = lambda tensor: tensor.unsafe_buffer_pointer()
-        self._product = jax.numpy.matmul
-        self._model = model
+        self.tensor = lambda values: jax.device_put(np.asarray(values, dtype=np.float32), self.backend.cpu())
+        self.values = lambda tensor: np.asarray(tensor).tolist()
+        self.address = lambda tensor: tensor.unsafe_buffer_pointer()
+        self.product = jax.numpy.matmul
+        self.model = model
 
     def _tensorflow(self) -> None:
         import ctypes
@@ -85,11 +72,11 @@ class Native:
             capsule = tf.experimental.dlpack.to_dlpack(tensor)
             return ctypes.c_void_p.from_address(unwrap(capsule, b"dltensor")).value
 
-        self._tensor = tensor
-        self._values = lambda tensor: tensor.numpy().tolist()
-        self._address = address
-        self._product = tf.linalg.matmul
-        self._model = model
+        self.tensor = tensor
+        self.values = lambda tensor: tensor.numpy().tolist()
+        self.address = address
+        self.product = tf.linalg.matmul
+        self.model = model
 
     def _mxnet(self) -> None:
         import ctypes
@@ -107,21 +94,13 @@ class Native:
             made.initialize(ctx=mx.cpu())
             return made
 
-        self._tensor = lambda values: mx.nd.array(values, dtype="float32")
-        self._values = lambda tensor: tensor.asnumpy().tolist()
-        self._address = address
-        self._product = mx.nd.dot
-        self._model = model
+        self.tensor = lambda values: mx.nd.array(values, dtype="float32")
+        self.values = lambda tensor: tensor.asnumpy().tolist()
+        self.address = address
+        self.product = mx.nd.dot
+        self.model = model
 
 
 @pytest.fixture(scope="session")
 def native(framework: str, mh: Any) -> Native:
     return Native(framework)
-
-
-@pytest.fixture
-def two(mh: Any) -> list[Any]:
-    """Two devices; skipped where there is only one."""
-    if mh.num_gpus() < 2:
-        pytest.skip("needs two devices: MANYHANDS_VIRTUAL_DEVICES=3")
-    return [mh.gpu(0), mh.gpu(1)]

@@ -34,17 +34,11 @@ def _keys(value: object) -> set[str]:
 
 
 @pytest.mark.neutral
-def test_the_table_names_virtual_devices(framework: str, native: Any) -> None:
-    result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="2")
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [("2", ("virtual:1", "stand in for GPUs", "host: ")), ("rubbish", ("NAME: does not start", "rubbish"))],
+)
+def test_the_table_names_virtual_devices_and_who_cannot_answer(framework: str, asked: str, told: list[str]) -> None:
+    result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES=asked)
     assert result.returncode == 0
-    assert "virtual:1" in result.stdout
-    assert "stand in for GPUs" in result.stdout
-    assert "host: " in result.stdout
-
-
-@pytest.mark.neutral
-def test_a_framework_that_cannot_answer_is_named(framework: str, native: Any) -> None:
-    result = run_command("devices", "--framework", framework, MANYHANDS_VIRTUAL_DEVICES="rubbish")
-    assert result.returncode == 0
-    assert f"{framework}: does not start" in result.stdout
-    assert "rubbish" in result.stdout
+    assert all(words.replace("NAME", framework) in result.stdout for words in told), result.stdout

@@ -1,4 +1,4 @@
-"""What the lab needs of every framework; and, in long runs, every experiment in it."""
+"""What the lab needs of every framework; some experiments in sizes that only show that they work, all in long runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
-from support import run_command
+from support import lab_results, run_command
 
 from manyhands.book.vocabulary import as_number
 from manyhands.errors import ResultsDiffer
@@ -32,6 +32,21 @@ def test_operations_compute_the_same_everywhere(mh: Any, framework: str) -> None
     assert bench.number(x, 2) == expected[0, 2]
     with pytest.raises(ResultsDiffer, match="result 0 by more than 0"):
         bench.equal(x * 2, x)
+
+
+def test_experiments_without_training(framework: str) -> None:
+    names = ["steps-in-flight", "many-small-tensors"]
+    if framework == "torch":
+        names.append("harder-graphs")
+    results = lab_results(framework, *names)
+    if framework == "torch":
+        kinds = [plot["kind"] for plot in results[-1]["finding"]["plots"]]
+        assert kinds == ["bar", "drawing", "timeline"] * 2
+
+
+def test_an_experiment_alone(framework: str) -> None:
+    """It makes its virtual devices itself: JAX cannot make them once its runtime has started."""
+    lab_results(framework, "parameter-access")
 
 
 @pytest.mark.long

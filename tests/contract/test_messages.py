@@ -23,6 +23,7 @@ NO_GPU = (
     "This process has {count} virtual devices: MANYHANDS_VIRTUAL_DEVICES=100 makes 100",
 )
 ONE_DEVICE = "BadDevice: a list of devices is needed, 'cpu' is one device: write ['cpu']"
+NO_LIST = "BadDevice: a list of devices is needed, 3 is none: for example mh.try_all_gpus()"
 TWICE = (
     "DuplicateDevices: cpu appears more than once in [cpu, cpu]: two replicas or shards on one device would be one and "
     "the same memory. Name each device once; for several devices on a machine without GPUs set "
@@ -42,18 +43,18 @@ PLACEMENT: list[tuple[Callable[[Any, Any], object], str]] = [
     (lambda mh, x: mh.to(x, "cuda:99"), NO_GPU[0]),
     (lambda mh, x: mh.to(x, mh.gpu(99)), NO_GPU[0]),
     (lambda mh, x: mh.memory("gpu:99"), NO_GPU[0]),
+    (lambda mh, x: mh.memory(mh.gpu(99)), NO_GPU[0]),
     (lambda mh, x: mh.to(x, "virtual:99"), f"NoSuchDevice: there is no virtual:99. {NO_GPU[1]}"),
     (lambda mh, x: mh.to(x, 3), NOT_A_DEVICE),
+    (lambda mh, x: mh.to(x, None), NOT_A_DEVICE.replace("3", "None")),
     (lambda mh, x: mh.synchronize(3), NOT_A_DEVICE),
     (
         lambda mh, x: mh.gpu(-1),
         "BadDevice: a device is numbered 0, 1, 2, ...; -1 is not one of these (no negative numbers)",
     ),
     (lambda mh, x: mh.split(x, "cpu"), ONE_DEVICE),
-    (
-        lambda mh, x: mh.split(x, 3),
-        "BadDevice: a list of devices is needed, 3 is none: for example mh.try_all_gpus()",
-    ),
+    (lambda mh, x: mh.split(x, 3), NO_LIST),
+    (lambda mh, x: mh.split(x, None), NO_LIST.replace("3", "None")),
     (
         lambda mh, x: mh.split(x, []),
         "BadDevice: the list of devices is empty: give at least one, for example try_all_gpus()",

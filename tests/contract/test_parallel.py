@@ -114,6 +114,24 @@ def test_other_shapes_and_other_values_are_other_calls(mh: Any, native: Any) -> 
     same(native, fast(square(native), 2.0, deep=True), scaled(square(native), 2.0, deep=True))
 
 
+def test_what_is_traced_once_reads_python_once(mh: Any, native: Any) -> None:
+    """And once more for another shape, and for another plain value."""
+    if native.framework not in READ_ONCE:
+        pytest.skip("it reads Python at every call")
+    box, traces = {"scale": 2.0}, []
+
+    def scaled(x: Any, scale: float) -> Any:
+        traces.append((tuple(x.shape), scale))
+        return x * scale * box["scale"]
+
+    fast = mh.parallel(scaled)
+    for box["scale"] in (2.0, 3.0):
+        for size, scale in ((2, 2.0), (3, 2.0), (3, 4.0)):
+            same(native, fast(square(native, size), scale), square(native, size) * (2 * scale))
+    same(native, fast(square(native, 4), 1.0), square(native, 4) * 3.0)
+    assert traces == [((2, 2), 2.0), ((3, 3), 2.0), ((3, 3), 4.0), ((4, 4), 1.0)]
+
+
 @pytest.mark.usefixtures("reads_python")
 def test_what_it_takes_from_outside_may_change(mh: Any, native: Any) -> None:
     box = {"scale": 2.0, "weight": square(native)}
@@ -238,13 +256,30 @@ def test_every_framework_has_the_same_interface(mh: Any, native: Any) -> None:
 
 
 def test_options_that_a_framework_has_not_are_refused(mh: Any, native: Any) -> None:
-    with pytest.raises(EngineError, match="takes a function"):
-        mh.parallel(square(native))
     if native.backend.CAPABILITIES.plans_lanes:
         return
     for option in ({"reuse_outputs": True}, {"memory": 2.0}, {"compile": True}, {"synchronous": True}, {"threads": 2}):
         with pytest.raises(EngineError, match=next(iter(option))):
             mh.parallel(lambda x: x, **option)
+
+
+def test_what_is_no_function_is_told_what_to_write(mh: Any) -> None:
+    with pytest.raises(EngineError, match=r"takes a function, not an int: write parallel\(threads=3\)"):
+        mh.parallel(3)
+    with pytest.raises(EngineError, match=r"takes a function, not a list: write parallel\(fn\)\(x\), not"):
+        mh.parallel([len])
+
+
+@pytest.mark.parametrize("threads", ["2", 1.5, True])
+def test_threads_are_a_whole_number(mh: Any, threads: Any) -> None:
+    with pytest.raises(EngineError, match=r"parallel\(threads=.*\): .* a whole number of tasks that run at once"):
+        mh.parallel(threads=threads)
+
+
+@pytest.mark.parametrize("memory", ["a", None, True, float("nan"), 0.5])
+def test_memory_is_a_number_from_one_on(mh: Any, memory: Any) -> None:
+    with pytest.raises(EngineError, match="memory="):
+        mh.parallel(len, memory=memory)
 
 
 # Tasks given explicitly

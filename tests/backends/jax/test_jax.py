@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
-import sys
 import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("jax") is None:
-    pytest.skip("jax is not installed", allow_module_level=True)
+pytest.importorskip("jax.numpy", reason="JAX is not installed")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import eventually, run_python
 
 from manyhands import jax as mh
 from manyhands import machine
@@ -29,22 +26,8 @@ from manyhands.errors import BadDevice, NoSuchDevice, NotATensor, SeveralDevices
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, where JAX has not started."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("MANYHANDS_VIRTUAL_DEVICES", "NPROC")}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**clean, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-@pytest.fixture
-def two() -> list[Any]:
-    if mh.num_gpus() < 2:
-        pytest.skip("needs two devices: MANYHANDS_VIRTUAL_DEVICES=3")
-    return [mh.gpu(0), mh.gpu(1)]
+    clean: dict[str, str | None] = {"MANYHANDS_VIRTUAL_DEVICES": None, "NPROC": None, "JAX_PLATFORMS": "cpu"}
+    return run_python(program, **{**clean, **environment})
 
 
 @pytest.fixture
@@ -260,10 +243,7 @@ def test_random_keys_are_split_and_gathered() -> None:
 
 def test_an_arrival_tells_when_it_is_there() -> None:
     arrival = backend.start_move(jnp.ones(1000), mh.try_all_gpus()[-1])
-    deadline = time.monotonic() + 20
-    while not arrival.ready() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert arrival.ready()
+    assert eventually(arrival.ready)
 
 
 def test_the_transfer_guard_has_nothing_against_it() -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 import textwrap
-import threading
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ pytest.importorskip("tensorflow.python", reason="TensorFlow is not installed")
 
 import keras
 import tensorflow as tf
+from support import at_once, run_python
 
 from manyhands import tensorflow as mh
 from manyhands.backends.tensorflow import devices as backend
@@ -30,13 +27,6 @@ from manyhands.errors import (
     PlacementFailed,
     SeveralDevices,
 )
-
-
-@pytest.fixture
-def two() -> list[Any]:
-    if mh.num_gpus() < 2:
-        pytest.skip("needs two devices: MANYHANDS_VIRTUAL_DEVICES=3")
-    return [mh.gpu(0), mh.gpu(1)]
 
 
 def last() -> Any:
@@ -95,24 +85,14 @@ def leave_by_an_error(device: Any) -> None:
 
 
 def test_one_device_is_a_scope_in_many_threads(two: list[Any]) -> None:
-    wrong: list[Any] = []
-    start = threading.Barrier(4)
-
-    def work(number: int) -> None:
-        device = two[number % 2]
-        start.wait()
+    def work(number: int) -> set[Any]:
+        device, found = two[number % 2], set()
         for _ in range(50):
             with device, device:
-                found = mh.device_of(tf.constant([1.0]))
-            if found != device:
-                wrong.append((number, found))
+                found.add(mh.device_of(tf.constant([1.0])))
+        return found
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert at_once(work, 4) == [{two[0]}, {two[1]}] * 2
 
 
 def test_a_strategy_takes_our_devices(two: list[Any]) -> None:
@@ -173,9 +153,7 @@ LOOKING_STARTS_NOTHING = """
 @pytest.mark.once
 @pytest.mark.parametrize("program", [TOO_LATE, ALREADY_CONFIGURED, LOOKING_STARTS_NOTHING])
 def test_virtual_devices_are_made_before_the_runtime_starts(program: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "MANYHANDS_VIRTUAL_DEVICES"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = run_python(textwrap.dedent(program), MANYHANDS_VIRTUAL_DEVICES=None)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
