@@ -105,7 +105,7 @@ examples: $(VENVS)/torch/.ready
 test-examples: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/examples
 
-# The contract suite, and what is each framework's own, with the devices that are there; the contract again with virtual ones.
+# The contract suite, and what is each framework's own, with the devices that are there; again with virtual ones what needs some.
 test-torch: test-core test-gpu test-audit-torch test-examples
 $(addprefix test-,$(FRAMEWORKS)): test-%: test-backends-% test-virtual-%
 
@@ -113,7 +113,7 @@ $(addprefix test-backends-,$(FRAMEWORKS)): test-backends-%: $(VENVS)/%/.ready
 	$(VENVS)/$*/bin/pytest tests/contract tests/backends/$* tests/audit/frameworks tests/docs/test_page_examples.py --framework $*
 
 $(addprefix test-virtual-,$(FRAMEWORKS)): test-virtual-%: $(VENVS)/%/.ready
-	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract --framework $*
+	MANYHANDS_VIRTUAL_DEVICES=$(VIRTUAL) $(VENVS)/$*/bin/pytest tests/contract $(wildcard tests/backends/$*/test_$*.py) --framework $*
 
 # Training makes its devices itself. The contract suite, and what is each framework's own; PyTorch's in two halves.
 $(addprefix test-training-,$(FRAMEWORKS)): test-training-%: test-training-contract-% test-training-own-%
