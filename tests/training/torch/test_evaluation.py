@@ -113,7 +113,7 @@ def test_outputs_of_several_devices_keep_their_structure_too() -> None:
     assert torch.equal(together["first"], X[:, 0])
     torch.testing.assert_close(together["scores"], alone["scores"])
     metrics = {"f1": torchmetrics.F1Score("binary"), "mae": lambda outputs, targets: (outputs - targets).abs().mean()}
-    net, data = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0)), (X, Y.float())
+    net, data = Flat(4, 1), (X, Y.float())
     how: dict[str, Any] = {"loss": "bce_with_logits", "metrics": metrics}
     one = quiet(**how).evaluate(net, data)
     two = quiet(devices=["cpu"], workers=Workers(per_device=2), **how).evaluate(net, data)
@@ -139,10 +139,7 @@ def test_any_data_is_predicted_in_its_order(data: Any) -> None:
 
 
 def test_a_model_with_two_inputs() -> None:
-    class Sum(torch.nn.Bilinear):
-        pass
-
-    net = Sum(4, 4, 1)
+    net = torch.nn.Bilinear(4, 4, 1)
     expected = net(X, X).detach()
     torch.testing.assert_close(quiet().predict(net, (X, X)), expected)
     torch.testing.assert_close(quiet().predict(net, (X, X, Y)), expected)
@@ -170,17 +167,13 @@ def test_samples_of_another_dtype_are_a_lesson() -> None:
 
 
 def test_dict_batches() -> None:
-    class Named(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 2)
-
+    class Named(torch.nn.Linear):
         def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            logits = self.layer(inputs)
+            logits = super().forward(inputs)
             loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
             return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
 
-    net, batch = Named(), {"inputs": X, "labels": Y}
+    net, batch = Named(4, 2), {"inputs": X, "labels": Y}
     outputs = quiet().predict(net, batch)
     assert list(outputs) == ["logits"]
     torch.testing.assert_close(outputs["logits"], net(X)["logits"].detach())
@@ -216,19 +209,15 @@ def test_a_dict_without_its_cache() -> None:
 
 
 def test_a_model_that_needs_its_labels() -> None:
-    class Decoder(torch.nn.Module):
+    class Decoder(torch.nn.Linear):
         """As an encoder-decoder of transformers: without inputs of its own the decoder gets the labels."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 2)
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
             if labels is None:
                 raise ValueError("decoder_input_ids are missing")
-            return {"scores": self.layer(x) + labels[:, None]}
+            return {"scores": super().forward(x) + labels[:, None]}
 
-    model, data = Decoder(), {"x": X, "labels": Y}
+    model, data = Decoder(4, 2), {"x": X, "labels": Y}
     with pytest.raises(BadBatch, match=r"Decoder needs 'labels', which .* leaves out: write predict\(.*targets=False"):
         quiet().predict(model, data)
     with pytest.raises(BadBatch, match=r"Decoder does not take it \(decoder_input_ids are missing\)"):
@@ -237,24 +226,23 @@ def test_a_model_that_needs_its_labels() -> None:
     assert torch.equal(outputs["scores"], model(**data)["scores"])
 
 
+class Flat(torch.nn.Linear):
+    """One number for each sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flatten()
+
+
 def test_targets_in_dict_batches() -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x).flatten()
-
     def squared(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return (output - batch["price"]).square().mean()
 
     metrics = {"mse": torchmetrics.MeanSquaredError()}
     batch = {"x": X, "price": Y.float()}
-    values = quiet(loss=squared, metrics=metrics).evaluate(Net(), batch)
+    values = quiet(loss=squared, metrics=metrics).evaluate(Flat(4, 1), batch)
     assert values["mse"] == pytest.approx(values["loss"], rel=1e-5), "what the model does not take is the target"
     with pytest.raises(BadBatch, match=r"a dict with 'x', 'price', 'area': call the targets 'labels' \(or 'label', "):
-        quiet(loss=squared, metrics=metrics).evaluate(Net(), {**batch, "area": Y.float()})
+        quiet(loss=squared, metrics=metrics).evaluate(Flat(4, 1), {**batch, "area": Y.float()})
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -271,19 +259,12 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_a_step_of_the_models_own_is_evaluated_with_metrics() -> None:
-    class Own(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x).flatten()
-
+    class Own(Flat):
         def training_step(self, batch: Any) -> torch.Tensor:
             x, y = batch
             return ((self(x) - y) ** 2).mean() + 0 * self(x).mean()
 
-    values = quiet(metrics={"mse": torchmetrics.MeanSquaredError()}).evaluate(Own(), (X, Y.float()))
+    values = quiet(metrics={"mse": torchmetrics.MeanSquaredError()}).evaluate(Own(4, 1), (X, Y.float()))
     assert list(values) == ["loss", "mse"]
     assert values["mse"] == pytest.approx(values["loss"], rel=1e-5)
 
@@ -377,7 +358,7 @@ def test_torchmetrics_of_several_values() -> None:
     both = torchmetrics.MetricCollection(
         {"precision": torchmetrics.Precision("binary"), "recall": torchmetrics.Recall("binary")}
     )
-    net = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0))
+    net = Flat(4, 1)
     metrics = {"of": both, "matrix": torchmetrics.ConfusionMatrix("binary")}
     trainer = quiet(loss="bce_with_logits", metrics=metrics)
     row = trainer.fit(net, (X, Y.float()), (X, Y.float())).rows[-1]

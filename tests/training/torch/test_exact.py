@@ -73,17 +73,28 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": momentum, "step": Step(shares=[0.6, 0.4])},
     "adamw": {"optimizer": adamw, "step": Step(shares=[0.6, 0.4])},
     "schedule": {"schedule": one_cycle, "optimizer": momentum},
-}
+    "three, even": {"ranks": 3, "batch_size": 18},
+    "three, uneven": {"ranks": 3, "batch_size": 16},
+    "three, an empty shard": {
+        "ranks": 3, "step": Step(shares=[0.5, 0.0, 0.5]), "gradient_clip_val": 0.1, "optimizer": adamw
+    },
+    "three, accumulate": {"ranks": 3, "step": Step(accumulate=3), "optimizer": momentum},
+    "fewer samples than ranks": {"ranks": 3, "batch_size": 4, "max_epochs": 1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DIVISIONS)
-def test_two_ranks_are_one_device(name: str) -> None:
-    check(mlp, (vectors(), vectors(37)), max_epochs=4, **DIVISIONS[name])
+def test_several_ranks_are_one_device(name: str) -> None:
+    check(mlp, (vectors(), vectors(37)), **{"max_epochs": 4, **DIVISIONS[name]})
 
 
-@pytest.mark.parametrize("shares", [None, [0.7, 0.3], [1, 0], [0, 1]])
-def test_batch_norm_over_the_whole_batch(shares: list[float] | None) -> None:
-    check(convnet, (images(), images(21)), batch_size=15, max_epochs=5, step=Step(batch_stats="global", shares=shares))
+@pytest.mark.parametrize(
+    ("ranks", "shares"), [(2, None), (2, [0.7, 0.3]), (2, [1, 0]), (2, [0, 1]), (3, None), (3, [0, 0.3, 0.7])]
+)
+def test_batch_norm_over_the_whole_batch(ranks: int, shares: list[float] | None) -> None:
+    how: dict[str, Any] = {"max_epochs": 5} if ranks == 2 else {"optimizer": momentum}
+    step = Step(batch_stats="global", shares=shares)
+    check(convnet, (images(62), images(21)), ranks, batch_size=15, step=step, **how)
 
 
 def test_batch_norm_with_a_cumulative_average_and_without_weights() -> None:
@@ -244,25 +255,3 @@ def test_evaluation_counts_each_sample_once(count: int) -> None:
 
 def stand_still(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
-
-
-# Last, for they need another pool of workers.
-
-THREE: dict[str, dict[str, Any]] = {
-    "even": {"batch_size": 18},
-    "uneven": {"batch_size": 16},
-    "shares": {"step": Step(shares=[0.5, 0.0, 0.5]), "gradient_clip_val": 0.1, "optimizer": adamw},
-    "accumulate": {"step": Step(accumulate=3), "optimizer": momentum},
-    "fewer samples than ranks": {"batch_size": 4, "max_epochs": 1},
-}
-
-
-@pytest.mark.parametrize("name", THREE)
-def test_three_ranks_are_one_device(name: str) -> None:
-    check(mlp, (vectors(), vectors(37)), 3, **{"max_epochs": 4, **THREE[name]})
-
-
-@pytest.mark.parametrize("shares", [None, [0, 0.3, 0.7]])
-def test_batch_norm_over_three_ranks(shares: list[float] | None) -> None:
-    data = (images(62), images(5))
-    check(convnet, data, 3, batch_size=15, step=Step(batch_stats="global", shares=shares), optimizer=momentum)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from training_cases import CLASSES, difference, fit, mlp, vectors
+from training_cases import CLASSES, WithNet, difference, fit, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.errors import BadSettings
@@ -50,12 +50,11 @@ def standardised(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy((scores - scores.mean(0)) / (scores.std(0, correction=0) + 0.1), y)
 
 
-class Temperature(nn.Module):
+class Temperature(WithNet):
     """A loss of the whole batch with a parameter of its own among the model's outputs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp()
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +76,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_loss_of_the_whole_batch_gets_it(name: str) -> None:
+def test_a_loss_of_the_whole_batch_gets_it_on_devices_and_is_refused_in_parts(name: str) -> None:
     """Also with uneven shares, and with a last batch of two samples for three ranks."""
     make, loss, data = CASES[name]
     options: dict[str, Any] = {"loss": loss, "batch_size": 11, "max_epochs": 2}
@@ -88,13 +87,8 @@ def test_a_loss_of_the_whole_batch_gets_it(name: str) -> None:
         assert any("gathered" in note for note in result.notes)
         for one, other in zip(expected.rows, result.rows, strict=True):
             assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_micro_batches_of_such_a_loss_are_refused(name: str) -> None:
-    make, loss, data = CASES[name]
     with pytest.raises(BadSettings, match="accumulate=1"):
-        fit(make(), data(), loss=loss, batch_size=11, max_epochs=1, step=Step(accumulate=3))
+        fit(make(), data(), **{**options, "max_epochs": 1}, step=Step(accumulate=3))
 
 
 class Contrastive(nn.Module):
@@ -140,6 +134,7 @@ class Centred(nn.Module):
 
     def __init__(self, whole: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(5)
         self.first, self.last, self.whole = nn.Linear(6, 5).double(), nn.Linear(5, CLASSES).double(), whole
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,28 +149,19 @@ def test_a_model_that_compares_samples_is_refused(options: Any) -> None:
 
 
 def test_a_model_may_gather_too() -> None:
-    torch.manual_seed(5)
-    start = Centred().state_dict()
-
-    def made(whole: bool) -> nn.Module:
-        model = Centred(whole)
-        model.load_state_dict(start)
-        return model
-
-    alone, _ = fit(made(False), vectors(46), batch_size=11, max_epochs=2)
-    weights, _ = fit(made(True), vectors(46), 2, batch_size=11, max_epochs=2)
+    alone, _ = fit(Centred(), vectors(46), batch_size=11, max_epochs=2)
+    weights, _ = fit(Centred(whole=True), vectors(46), 2, batch_size=11, max_epochs=2)
     assert difference(alone, weights) < 1e-11
 
 
 # State that the forward pass changes
 
 
-class Follows(nn.Module):
+class Follows(WithNet):
     """Training subtracts a centre, which follows the outputs of all devices."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp()
         self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
 
     def training_step(self, batch: Any) -> torch.Tensor:
@@ -272,37 +258,21 @@ def test_embeddings_that_depend_on_the_batch_are_refused(kind: Any) -> None:
 
 
 def test_a_momentum_update_in_the_step_is_exact_on_devices_and_refused_in_parts() -> None:
-    torch.manual_seed(0)
-    start = Momentum().state_dict()
-
-    def made() -> nn.Module:
-        model = Momentum()
-        model.load_state_dict(start)
-        return model
-
-    alone, _ = fit(made(), vectors(46), batch_size=11, max_epochs=2)
-    weights, result = fit(made(), vectors(46), 2, batch_size=11, max_epochs=2)
+    alone, _ = fit(Momentum(), vectors(46), batch_size=11, max_epochs=2)
+    weights, result = fit(Momentum(), vectors(46), 2, batch_size=11, max_epochs=2)
     assert difference(alone, weights) < 1e-11
     assert not any("draws random numbers" in note for note in result.notes)
     with pytest.raises(BadSettings, match=r"'slow\."):
-        fit(made(), vectors(46), batch_size=11, max_epochs=1, **THREE_PARTS)
+        fit(Momentum(), vectors(46), batch_size=11, max_epochs=1, **THREE_PARTS)
 
 
 @pytest.mark.parametrize(
     ("made", "loss"), [(Momentum, None), (Follows, None), (Deep, of_both)], ids=["momentum", "centre", "outputs"]
 )
 def test_a_device_without_samples_does_as_the_others(made: Any, loss: Any) -> None:
-    torch.manual_seed(0)
-    start = made().state_dict()
-
-    def model() -> nn.Module:
-        new: nn.Module = made()
-        new.load_state_dict(start)
-        return new
-
     options: dict[str, Any] = {"loss": loss, "batch_size": 11, "max_epochs": 2, "lr": 0.03}
-    alone, _ = fit(model(), few_doubled(), **options)
-    weights, _ = fit(model(), few_doubled(), 2, workers=Workers(per_device=2, hang_seconds=10), **options)
+    alone, _ = fit(made(), few_doubled(), **options)
+    weights, _ = fit(made(), few_doubled(), 2, workers=Workers(per_device=2, hang_seconds=10), **options)
     assert difference(alone, weights) < 1e-11
 
 
@@ -319,12 +289,11 @@ class Centre(nn.Module):
         return loss
 
 
-class Queue(nn.Module):
+class Queue(WithNet):
     """A buffer that grows until it is full."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp()
         self.register_buffer("queue", torch.ones(1, CLASSES, dtype=torch.float64))
 
     def training_step(self, batch: Any) -> torch.Tensor:
@@ -355,12 +324,8 @@ def test_what_differs_and_cannot_be_gathered_is_refused() -> None:
         fit(mlp(), loader, 2, loss=lambda output, y: similarity(output, y[:, :1].double() + output), max_epochs=1)
 
 
-class Drops(nn.Module):
+class Drops(WithNet):
     """Dropout that is a function: two passes differ in training, and not in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.net(functional.dropout(x, 0.3, self.training))
@@ -371,11 +336,7 @@ def test_a_loss_of_the_whole_batch_gets_it_also_where_the_model_draws() -> None:
     assert any("gathered" in note for note in result.notes)
 
 
-class TwoViews(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
+class TwoViews(WithNet):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.net(x), self.net(x + 0.1)])
 
@@ -399,14 +360,6 @@ def test_spectral_norm_works_on_devices_and_is_refused_in_parts(norm: Any) -> No
         fit(made(), vectors(46), batch_size=11, max_epochs=1, **THREE_PARTS)
 
 
-def test_a_loss_that_draws_is_announced_and_never_refused() -> None:
-    def variational(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (scores + torch.randn_like(scores)).square().sum() + functional.cross_entropy(scores, y)
-
-    _, result = fit(mlp(), vectors(), 2, loss=variational, max_epochs=1)
-    assert any("not checked" in note and "random" in note for note in result.notes)
-
-
 def test_the_trial_leaves_no_trace() -> None:
     """Two ranks start from the caller's weights, buffers and random numbers, whatever the trial did to its copy."""
     model = Remembers(False)
@@ -425,8 +378,11 @@ def mixed(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("options", [TWO, THREE_PARTS])
-def test_a_collate_function_that_draws_is_announced(options: Any) -> None:
-    data = list(zip(*vectors(), strict=True))
-    loader: Any = DataLoader(data, 16, collate_fn=mixed)  # type: ignore[arg-type]
-    _, result = fit(mlp(), loader, max_epochs=1, **options)
-    assert any("not checked" in note and "random" in note for note in result.notes)
+def test_a_loss_or_a_collate_function_that_draws_is_announced_and_never_refused(options: Any) -> None:
+    def variational(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (scores + torch.randn_like(scores)).square().sum() + functional.cross_entropy(scores, y)
+
+    loader: Any = DataLoader(list(zip(*vectors(), strict=True)), 16, collate_fn=mixed)  # type: ignore[arg-type]
+    for data, loss in ((vectors(), variational), (loader, None)):
+        _, result = fit(mlp(), data, loss=loss, max_epochs=1, **options)
+        assert any("not checked" in note and "draws random numbers" in note for note in result.notes)

@@ -60,14 +60,18 @@ class Branching(nn.Module):
         return torch.where(chosen[:, None], self.rarely(scores), scores) if bool(chosen.any()) else scores
 
 
-class WithOptimizer(nn.Module):
-    def __init__(self) -> None:
+class WithNet(nn.Module):
+    """A model with an MLP in it."""
+
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.net = mlp()
+        self.net = mlp(**options)
 
-    def forward(self, X: torch.Tensor) -> torch.Tensor:
-        return self.net(X)  # type: ignore[no-any-return]
+    def forward(self, X: torch.Tensor) -> Any:
+        return self.net(X)
 
+
+class WithOptimizer(WithNet):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 

@@ -15,7 +15,7 @@ from captured_cases import trained
 from cpu_recorder import CpuRecorder
 from test_captured_jobs import SGD, Lengths, Sums, sequences
 from torch import nn
-from training_cases import CLASSES, Batches, Rows, difference, mlp, vectors
+from training_cases import CLASSES, Batches, Rows, WithNet, difference, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.training.options import Step
@@ -25,12 +25,12 @@ from manyhands.training.torch.step import steps
 RANK = int(os.environ.get("RANK", "0"))
 
 
-class WithUnused(nn.Module):
+class WithUnused(WithNet):
     """A layer that is never used, and one that only some batches use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.unused = mlp(), nn.Linear(2, 2).double()
+        self.unused = nn.Linear(2, 2).double()
         self.rarely = nn.Linear(CLASSES, CLASSES).double()
 
     def training_step(self, batch: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from captured_cases import assert_as_plain, capturing, trained
 from torch import nn
 from torch.utils.data import DataLoader
-from training_cases import CLASSES, Batches, Chunks, Rows, convnet, difference, images, mlp, vectors
+from training_cases import CLASSES, Batches, Chunks, Rows, WithNet, convnet, difference, images, mlp, vectors
 
 from manyhands import torch as mh
 from manyhands.training.options import Limits, Step
@@ -19,14 +19,10 @@ from manyhands.training.options import Limits, Step
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-class Named(nn.Module):
+class Named(WithNet):
     """Takes a dict with a name, and computes its loss itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(norm=True)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         scores = self.net(x * mask)
         return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
 
@@ -56,12 +52,8 @@ def sequences(lengths: list[int]) -> Batches:
     )
 
 
-class Sums(nn.Module):
+class Sums(WithNet):
     """A step whose loss is a sum and a count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
 
     def training_step(self, batch: Any) -> Any:
         x, y = batch
@@ -99,7 +91,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "a data set": (partial(mlp, norm=True), Rows, {}),
     "a loader": (mlp, lambda: DataLoader(Rows(), 16, shuffle=True), {}),
     "a loader of its own": (mlp, lambda: Chunks(*vectors(), 16), {}),
-    "dicts with a name": (Named, dicts, {}),
+    "dicts with a name": (partial(Named, norm=True), dicts, {}),
     "several lengths": (Lengths, lambda: sequences([5, 7, 5, 7, 9] * 6), {"optimizer": SGD, "batch_size": 8}),
     "images": (convnet, images(120), {}),
     "clip": (mlp, vectors(), {"gradient_clip_val": 0.1}),

@@ -15,7 +15,7 @@ from redundant_biases_cases import X, Y, loss_of, names, redundant_names, search
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from training_cases import difference, mlp, vectors
+from training_cases import WithNet, difference, mlp, vectors
 
 from manyhands.book import torch as models
 from manyhands.training.options import Step
@@ -230,17 +230,13 @@ def test_redundant_biases_are_left_out_of_captured_steps(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("options", [{}, {"step": Step(accumulate=2)}], ids=["one graph", "segments"])
 def test_a_search_that_fails_costs_nothing(options: dict[str, Any]) -> None:
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp(norm=True)
-
+    class Failing(WithNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if any(isinstance(mode, BiasSearch) for mode in _get_current_dispatch_mode_stack()):
                 raise ValueError("not here")
-            return self.net(x)  # type: ignore[no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
 
-    captured, result = assert_as_plain(Failing(), vectors(), **options)
+    captured, result = assert_as_plain(Failing(norm=True), vectors(), **options)
     assert captured.replays > 5
     assert not any("plain" in note for note in result.notes)
 

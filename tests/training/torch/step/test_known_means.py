@@ -233,14 +233,6 @@ def test_losses_that_pass() -> None:
         assert not any("not checked" in note for note in result.notes)
 
 
-def test_what_is_not_checked_is_noted() -> None:
-    def noisy(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(scores + torch.randn_like(scores), y) * 2
-
-    _, result = fit(mlp(), vectors(), step=Step(accumulate=2), max_epochs=1, loss=noisy)
-    assert any("draws random numbers" in note for note in result.notes)
-
-
 def test_a_generator_keeps_its_first_batch() -> None:
     X, y = vectors(48)
     seen: list[int] = []
