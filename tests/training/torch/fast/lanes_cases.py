@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.book import torch as models
@@ -36,34 +35,6 @@ class NoLanes:
         self.current, before = lane, self.current
         yield
         self.current = before
-
-
-class Recorded(NoLanes):
-    """Lanes with a log: operations (of :class:`OnLanes`), marks and waits, each with its lane."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[tuple[int, str]] = []
-
-    def mark(self, lane: int) -> int:
-        self.log.append((lane, "mark"))
-        return super().mark(lane)
-
-    def wait(self, lane: int, mark: int) -> None:
-        super().wait(lane, mark)
-        self.log.append((lane, "wait"))
-
-
-class OnLanes(TorchDispatchMode):
-    """Notes the operations that are left, with their lanes."""
-
-    def __init__(self, lanes: Recorded) -> None:
-        super().__init__()
-        self.lanes = lanes
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.lanes.log.append((self.lanes.current, str(func).removeprefix("aten.").split(".")[0]))
-        return func(*args, **(kwargs or {}))
 
 
 class Shared(nn.Module):

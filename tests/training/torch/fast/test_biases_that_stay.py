@@ -117,14 +117,6 @@ def test_what_is_used_elsewhere_stays(kind: str) -> None:
     assert searched(Tapped(kind)) is None
 
 
-def _in_evaluation(net: nn.Sequential) -> None:
-    net[1].eval()
-
-
-def _activated(net: nn.Sequential) -> None:
-    net.insert(1, nn.ReLU(inplace=True))
-
-
 class _Louder(nn.Conv2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * 2
@@ -135,24 +127,12 @@ class _Own2d(nn.BatchNorm2d):
         return super().forward(input) + input.mean()
 
 
-def _subclass(net: nn.Sequential) -> None:
-    net[0] = _Louder(2, 3, 3).double()
-
-
-def _norm_subclass(net: nn.Sequential) -> None:
-    net[1] = _Own2d(3).double()
-
-
-def _cumulative(net: nn.Sequential) -> None:
-    net[1].momentum = None
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "evaluation": _in_evaluation,
-    "activation in place between": _activated,
-    "subclass": _subclass,
-    "subclass of the norm": _norm_subclass,
-    "cumulative average": _cumulative,
+    "evaluation": lambda net: net[1].eval(),
+    "activation in place between": lambda net: net.insert(1, nn.ReLU(inplace=True)),
+    "subclass": lambda net: net.__setitem__(0, _Louder(2, 3, 3).double()),
+    "subclass of the norm": lambda net: net.__setitem__(1, _Own2d(3).double()),
+    "cumulative average": lambda net: setattr(net[1], "momentum", None),
     "forward hook": lambda net: net[0].register_forward_hook(lambda *_: None),
     "forward pre-hook": lambda net: net[0].register_forward_pre_hook(lambda *_: None),
     "backward hook": lambda net: net[0].register_full_backward_hook(lambda *_: None),

@@ -95,25 +95,17 @@ def test_no_wait_is_missing(max_held: int | None, joins: int) -> None:
                     check(replace(made, waits=waits))
 
 
-def test_memory_that_the_compiler_may_use_again_is_found() -> None:
+@pytest.mark.parametrize(("kept", "said"), [((0, 1), "1 of"), ((1, 0), "not joined")], ids=["memory", "a result"])
+def test_a_join_that_leaves_something_out_is_found(kept: tuple[int, int], said: str) -> None:
+    """Memory that the compiler may use again, or a result that is read too early."""
+
     def forgets(module: GraphModule) -> None:
         moved_to_lanes(module)
         join = next(node for node in module.graph.nodes if "join_lanes" in str(node.target))
-        join.args = (join.args[0], join.args[1][1:])
+        join.args = (join.args[0][kept[0] :], join.args[1][kept[1] :])
 
     loss = torch.compile(loss_of, backend=with_pass(forgets), dynamic=False)(models.lenet())
-    with pytest.raises(UnsafeSchedule, match="1 of"), CompiledLanes(NoLanes(), 2):
-        loss.backward()
-
-
-def test_a_result_that_is_read_too_early_is_found() -> None:
-    def forgets(module: GraphModule) -> None:
-        moved_to_lanes(module)
-        join = next(node for node in module.graph.nodes if "join_lanes" in str(node.target))
-        join.args = (join.args[0][1:], join.args[1])
-
-    loss = torch.compile(loss_of, backend=with_pass(forgets), dynamic=False)(models.lenet())
-    with pytest.raises(UnsafeSchedule, match="not joined"), CompiledLanes(NoLanes(), 2):
+    with pytest.raises(UnsafeSchedule, match=said), CompiledLanes(NoLanes(), 2):
         loss.backward()
 
 

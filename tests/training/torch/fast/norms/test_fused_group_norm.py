@@ -35,23 +35,20 @@ class Cast(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, activation: nn.Module | None, keep: bool = False) -> None:
+    def __init__(self, activation: nn.Module | None) -> None:
         super().__init__()
         self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 3)
         self.norms = nn.ModuleList([Cast(4, 16, activation), Cast(2, 8, None)])
-        self.head, self.keep, self.kept = nn.Linear(8, 4), keep, list[torch.Tensor]()
+        self.head = nn.Linear(8, 4)
         self.first.bfloat16(), self.last.bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.keep:
-            self.kept.append(x.float())
-        return self.head(self.norms[1](self.last(self.norms[0](x))).float().mean((2, 3)))
+        return self.head(self.norms[1](self.last(self.norms[0](self.first(x)))).float().mean((2, 3)))
 
 
-def pair(**how: Any) -> tuple[Net, Net, torch.Tensor]:
+def pair(activation: nn.Module | None) -> tuple[Net, Net, torch.Tensor]:
     torch.manual_seed(0)
-    net = Net(**how).to(memory_format=torch.channels_last)
+    net = Net(activation).to(memory_format=torch.channels_last)
     x = torch.randn(5, 3, 9, 9).bfloat16().to(memory_format=torch.channels_last)
     return net, copy.deepcopy(net), x
 
@@ -84,7 +81,7 @@ class Written(TorchDispatchMode):
 @pytest.mark.parametrize("poison", [True, False])
 @pytest.mark.parametrize("activation", [None, nn.ReLU(), nn.SiLU(), nn.ReLU(True), nn.SiLU(True), nn.GELU()])
 def test_results_are_those_of_pytorch(activation: nn.Module | None, poison: bool) -> None:
-    plain, other, x = pair(activation=activation)
+    plain, other, x = pair(activation)
     loss = plain(x).square().sum()
     loss.backward()
     mode = FusedGroupNorms()
@@ -98,30 +95,13 @@ def test_results_are_those_of_pytorch(activation: nn.Module | None, poison: bool
 
 
 def test_no_image_in_32_bits_is_written() -> None:
-    _, net, x = pair(activation=nn.SiLU())
+    _, net, x = pair(nn.SiLU())
     written = Written()
     with written:
         step(net, x, FusedGroupNorms(), poison=False)
     # They are allocated, not written; but the head's mean reads the last one, and gives a gradient of its form.
     assert set(written.counts) <= {"empty_like", "set_", "copy_", "div", "expand", "unsqueeze"}, written.counts
     assert written.counts["copy_"] == 1
-
-
-def test_what_somebody_holds_is_written_after_the_backward_pass() -> None:
-    _, net, x = pair(activation=nn.SiLU(), keep=True)
-    step(net, x, FusedGroupNorms(), poison=True)
-    assert torch.equal(net.kept[0], net.first(x).float())
-
-
-def test_a_changed_input_is_normalised_before_it_changes() -> None:
-    x = torch.randn(2, 8, 4, 4).bfloat16().to(memory_format=torch.channels_last)
-    expected = group_norm(x.float(), 2)
-    mode = FusedGroupNorms()
-    with torch.no_grad(), mode:
-        y = group_norm(x.float(), 2)
-        x.zero_()
-    assert not expected.equal(torch.zeros_like(expected))
-    torch.testing.assert_close(y, expected)
 
 
 def test_what_the_kernels_cannot_take_is_left_to_pytorch() -> None:
