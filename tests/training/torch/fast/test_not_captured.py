@@ -14,7 +14,7 @@ from cpu_recorder import Rehearsal, Tape
 from test_captured_jobs import Batches
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from training_cases import Rows, mlp, vectors
+from training_cases import Rows, WithNet, mlp, vectors
 
 from manyhands.training.options import Step
 from manyhands.training.torch.fast.small_kernels import SmallKernels
@@ -27,7 +27,9 @@ class Stepping(nn.Module):
         super().__init__()
         self.net, self.act, self.calls = mlp(norm=True), act, 0
         self.kept: list[int] = []
-        self.last, self.cache = torch.zeros(()), None
+        self.last, self.cache, self.rng = torch.zeros(()), None, np.random.default_rng(0)
+        self.hidden, self.options = (torch.zeros(()), 1), {"n": [0]}
+        self.register_buffer("count", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -57,10 +59,17 @@ ACTS = {
     "a value is read": (lambda _, __, loss: 1.0 if loss.item() > 0 else 2.0, "waits for the device"),
     "a counter": (counts, "Stepping.calls"),
     "a list": (appends, "Stepping.kept"),
+    "a counter in a dict": (
+        lambda net, *_: net.options.update(n=[net.options["n"][0] + 1]),
+        "Stepping.options",
+    ),
     "a tensor of the step before": (keeps, "Stepping.last"),
+    "a hidden state": (lambda net, _, loss: setattr(net, "hidden", (loss.detach(), 1)), "Stepping.hidden"),
+    "a buffer that is replaced": (lambda net, *_: setattr(net, "count", net.count + 1), "Stepping.count"),
     "a toss of Python's": (lambda *_: 1.0 if random.random() < 2 else 2.0, "Python's random"),
     "a toss of NumPy's": (lambda *_: 1.0 if np.random.rand() < 2 else 2.0, "numpy.random"),
     "a toss of the host's": (lambda *_: 1.0 if torch.rand([]).numpy() < 2 else 2.0, "the CPU's"),
+    "a toss of its own": (lambda net, *_: 1.0 if net.rng.random() < 2 else 2.0, "random numbers from Stepping.rng"),
 }
 
 
@@ -77,18 +86,18 @@ def caches(model: Any, *_: Any) -> Any:
     return model.cache
 
 
-@pytest.mark.parametrize("act", [lambda *_: None, caches], ids=["nothing", "a cache"])
-def test_a_number_that_is_not_read_and_a_cache_are_no_obstacle(act: Any) -> None:
+def counts_in_place(model: Any, *_: Any) -> None:
+    model.count.add_(1)
+
+
+@pytest.mark.parametrize("act", [lambda *_: None, caches, counts_in_place], ids=["nothing", "a cache", "a buffer"])
+def test_a_number_that_is_not_read_a_cache_and_a_buffer_are_no_obstacle(act: Any) -> None:
     captured, _ = assert_as_plain(Stepping(act), Rows())
     assert captured.replays > 5
 
 
-class Reader(nn.Module):
+class Reader(WithNet):
     """Takes a dict with a plain number, and reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
 
     def training_step(self, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(self.net(batch["x"]), batch["labels"]) * batch["factor"]
@@ -136,11 +145,7 @@ def test_a_mode_that_a_model_does_not_bear_is_left_out() -> None:
 
 
 def test_a_kind_of_batch_that_cannot_be_recorded_is_plain_while_others_are_not() -> None:
-    class ReadsShort(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
+    class ReadsShort(WithNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             scores: torch.Tensor = self.net(x)
             return scores if len(x) == 16 else scores * (1.0 if scores.sum().item() > 0 else 2.0)
