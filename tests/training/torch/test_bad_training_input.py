@@ -221,28 +221,6 @@ def test_a_script_without_a_main_guard() -> None:
     assert line.split()[1] == "2"
 
 
-def wrong_data() -> dict[str, tuple[Any, str]]:
-    X, y = vectors(40)
-    X = X.float()
-    loader = DataLoader(TensorDataset(X, y), batch_size=16)
-    return {
-        "batches": (list(loader), "list of 3 batches.*give the loader itself"),
-        "even batches": (list(loader)[:2] * 2, "list of 4 batches"),
-        "float64": ((X.numpy().astype("float64"), y), r"samples are float64, the model's weights float32.*X\.to"),
-        "int32": ((X, y.int()), r"labels are int32.*y\.long\(\)$"),
-        "both": ((X.double(), y.int()), r"samples are float64.*; the labels are int32"),
-        "a column": ((X, y[:, None]), r"y\.squeeze\(1\)"),
-    }
-
-
-@pytest.mark.parametrize("kind", wrong_data())
-def test_data_that_pytorch_refuses(kind: str) -> None:
-    data, said = wrong_data()[kind]
-    with pytest.raises(BadBatch, match=said) as raised:
-        Trainer(1, batch_size=8, quiet=True).fit(mlp().float(), data)
-    assert raised.value.__cause__ is not None
-
-
 def test_data_that_a_worker_refuses() -> None:
     X, y = vectors(40)
     with pytest.raises(BadBatch, match="samples are float64"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from training_cases import CLASSES, images, mlp, vectors
 
 from manyhands import torch as mh
@@ -34,9 +33,9 @@ def data(count: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 class Several(nn.Module):
     """Gives what a function makes of the scores."""
 
-    def __init__(self, gives: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, gives: Callable[[torch.Tensor], Any], net: nn.Module | None = None) -> None:
         super().__init__()
-        self.net, self.gives = mlp().float(), gives
+        self.net, self.gives = net or mlp().float(), gives
 
     def forward(self, X: torch.Tensor) -> Any:
         return self.gives(self.net(X))
@@ -57,17 +56,6 @@ def test_a_model_that_gives_several_things(ranks: int) -> None:
         train(Several(lambda scores: (scores, None)), data(), loss=lambda a, y: nn.functional.cross_entropy(a[0], y))
 
 
-class Tokens(nn.Module):
-    """A language model: the scores of each token's classes are last."""
-
-    def __init__(self, gives: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.net, self.gives = nn.Embedding(9, 9), gives
-
-    def forward(self, X: torch.Tensor) -> Any:
-        return self.gives(self.net(X))
-
-
 @pytest.mark.parametrize("options", [{}, {"ranks": 2}, {"step": mh.Step(accumulate=2)}])
 @pytest.mark.parametrize("tracks", [True, False])
 def test_batch_norm_and_one_sample(options: Any, tracks: bool) -> None:
@@ -77,23 +65,18 @@ def test_batch_norm_and_one_sample(options: Any, tracks: bool) -> None:
 
 
 def test_a_label_for_each_token() -> None:
-    tokens = torch.randint(9, (16, 5))
+    """Of a language model: the scores of each token's classes are last."""
+    tokens, scores = torch.randint(9, (16, 5)), nn.Embedding(9, 9)
     cure = r"loss=lambda output, y: torch\.nn\.functional\.cross_entropy\(output%s\.flatten\(0, -2\), y\.flatten\(\)\)"
     with pytest.raises(BadBatch, match=r"the shape \(5, 9\) for a sample with \(5,\) labels, .*" + cure % ""):
-        train(Tokens(lambda scores: scores), (tokens, tokens))
+        train(scores, (tokens, tokens))
     with pytest.raises(BadBatch, match=r"a tuple of 2 parts .*" + cure % r"\[0\]"):
-        train(Tokens(lambda scores: (scores, None)), (tokens, tokens))
+        train(Several(lambda scores: (scores, None), scores), (tokens, tokens))
     cross_entropy = nn.functional.cross_entropy
-    train(
-        Tokens(lambda scores: scores), (tokens, tokens), loss=lambda a, y: cross_entropy(a.flatten(0, -2), y.flatten())
-    )
+    train(scores, (tokens, tokens), loss=lambda a, y: cross_entropy(a.flatten(0, -2), y.flatten()))
 
 
-class Step(nn.Module):
-    def __init__(self, gives: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.net, self.gives = mlp().float(), gives
-
+class Step(Several):
     def training_step(self, batch: Any) -> Any:
         return self.gives(nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none"))
 
@@ -123,9 +106,6 @@ def test_a_loss_that_gives_a_float() -> None:
         train(mlp().float(), data(), loss=lambda output, y: nn.functional.cross_entropy(output, y).item())
 
 
-# The schedule
-
-
 # The data
 
 
@@ -137,8 +117,14 @@ def of_words() -> nn.Module:
     return nn.Sequential(nn.Embedding(9, CLASSES), nn.Flatten(), nn.Linear(3 * CLASSES, CLASSES))
 
 
+def columns(samples: list[Any]) -> Any:
+    X, y = default_collate(samples)
+    return X.T, y
+
+
 def wrong_data() -> dict[str, tuple[nn.Module, Any, str]]:
     X, y = data()
+    batches = list(DataLoader(TensorDataset(*data(40)), batch_size=16))
     pictures = images(16)[0].float()
     net = convolving(nn.Linear(32, CLASSES))
     return {
@@ -180,6 +166,36 @@ def wrong_data() -> dict[str, tuple[nn.Module, Any, str]]:
             DataLoader([(row, "cat") for row in X], batch_size=8),  # type: ignore[arg-type]
             r"the labels are text, as 'cat', and a loss takes numbers: names, y = np\.unique",
         ),
+        "no channels for a lazy model": (
+            nn.Sequential(nn.LazyConv2d(2, 3), nn.Flatten(), nn.LazyLinear(CLASSES)),
+            (pictures[:, 0], y),
+            r"without the axis of channels.*X\.unsqueeze\(1\)",
+        ),
+        "width of test data": (
+            mlp().float(),
+            ((X, y), (X[:, :4], y)),
+            r"the test data are the cause: the layer '0', .* takes 6 .* the samples have 4",
+        ),
+        "width in a step of the user's own": (
+            Step(torch.mean),
+            (X[:, :2], y),
+            r"the layer 'net\.0', Linear\(.*\), takes 6 numbers per sample",
+        ),
+        "turned by a loader": (
+            mlp().float(),
+            DataLoader(TensorDataset(X, y), batch_size=8, collate_fn=columns),
+            r"takes 6 numbers per sample.*shape \(6, 4\)",
+        ),
+        "batches": (mlp().float(), batches, "list of 3 batches.*give the loader itself"),
+        "even batches": (mlp().float(), batches[:2] * 2, "list of 4 batches"),
+        "float64": (
+            mlp().float(),
+            (X.numpy().astype("float64"), y),
+            r"samples are float64, the model's weights float32.*X\.to",
+        ),
+        "int32": (mlp().float(), (X, y.int()), r"labels are int32.*y\.long\(\)$"),
+        "both": (mlp().float(), (X.double(), y.int()), r"samples are float64.*; the labels are int32"),
+        "a column": (mlp().float(), (X, y[:, None]), r"y\.squeeze\(1\)"),
     }
 
 
@@ -200,19 +216,6 @@ def test_a_third_part_is_no_sample_weight(ranks: int) -> None:
             train(model, (X, y, torch.ones(16)), ranks)
 
 
-def test_a_lazy_model_without_channels() -> None:
-    X, y = images(16)
-    model = nn.Sequential(nn.LazyConv2d(2, 3), nn.Flatten(), nn.LazyLinear(CLASSES))
-    with pytest.raises(BadBatch, match=r"without the axis of channels.*X\.unsqueeze\(1\)"):
-        train(model, (X[:, 0].float(), y))
-
-
-def test_test_data_of_another_width() -> None:
-    X, y = data()
-    with pytest.raises(BadBatch, match=r"the test data are the cause: the layer '0', .* takes 6 .* the samples have 4"):
-        train(mlp().float(), ((X, y), (X[:, :4], y)))
-
-
 def test_a_layer_is_not_blamed_for_an_error_of_the_loss() -> None:
     X, y = data()
     with pytest.raises(RuntimeError, match=r"Float|dtype") as raised:
@@ -230,26 +233,14 @@ def test_binary_cross_entropy_with_labels_of_classes() -> None:
         train(nn.Linear(6, 1), (X, y % 2), loss="bce_with_logits")
 
 
-def test_options_in_their_own_words() -> None:
-    for options, said in (
-        (
-            {"optimizer": functools.partial(torch.optim.SGD, lr=0.3), "lr": 0.1},
-            r"lr=0\.1 and optimizer=partial\(SGD, lr=0\.3\): ",
-        ),
-        ({"optimizer": 3}, "optimizer=3 is of type int: "),
-        ({"verbose": 1}, "no option verbose: progress is shown; quiet=True shows none"),
-    ):
-        with pytest.raises((BadSettings, TypeError), match=said):
-            Trainer(1, **options)  # type: ignore[arg-type]
-
-
-def test_optimizers_that_have_no_name() -> None:
-    for name in ("sparseadam", "lbfgs"):
-        with pytest.raises(BadSettings, match=f"optimizer='{name}'"):
-            Trainer(1, optimizer=name)
-
-
-def test_a_step_of_the_users_own_is_told_its_layer() -> None:
-    X, y = data()
-    with pytest.raises(BadBatch, match=r"the layer 'net\.0', Linear\(.*\), takes 6 numbers per sample"):
-        train(Step(torch.mean), (X[:, :2], y))
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (3, "optimizer=3 is of type int: "),
+        ("sparseadam", "optimizer='sparseadam'"),
+        ("lbfgs", "optimizer='lbfgs'"),
+    ],
+)
+def test_what_is_no_optimizer_and_those_that_have_no_name(optimizer: Any, said: str) -> None:
+    with pytest.raises(BadSettings, match=said):
+        Trainer(1, optimizer=optimizer)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from training_cases import CLASSES, Rows, difference, fit, mlp, vectors
 
@@ -127,16 +127,6 @@ def test_a_distributed_sampler() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=2, rank=0)
     with pytest.raises(BadBatch, match="shuffle=True"):
         fit(mlp(), DataLoader(dataset, batch_size=8, sampler=sampler))
-
-
-def columns(samples: list[Any]) -> Any:
-    X, y = default_collate(samples)
-    return X.T, y
-
-
-def test_batches_that_the_model_does_not_take() -> None:
-    with pytest.raises(BadBatch, match=r"takes 6 numbers per sample.*shape \(6, 4\)"):
-        fit(mlp(), DataLoader(Rows(), batch_size=16, collate_fn=columns), 1)
 
 
 def test_a_batch_is_cut_by_samples() -> None:
