@@ -84,7 +84,9 @@ def test_the_choice_is_kept_in_the_run_and_by_a_resumed_job(monkeypatch: pytest.
     run = tmp_path / "run"
     whole, result = trained()
     assert not result.notes, "the weights' own precision is nothing to note"
-    assert same(whole, trained(precision="fp32")[0])
+    given, result = trained(precision="fp32")
+    assert same(whole, given)
+    assert not any("precision" in note for note in result.notes), "what the user gives is not decided"
     monkeypatch.setattr(precision, "_WIDE", 36)
     half, result = trained()
     assert same(half, trained(precision="bf16")[0])
@@ -107,12 +109,6 @@ def test_float64_is_given_again_where_a_job_is_resumed(ranks: int, tmp_path: Pat
     trained(precision="fp64", optimizer=optimizer, max_epochs=1, run=run, ranks=ranks)
     _, result = trained(optimizer=optimizer, max_epochs=2, run=run, resume="auto", ranks=ranks)
     assert any("precision auto instead of fp64" in note for note in result.notes)
-
-
-def test_what_the_user_gives_is_not_decided(tmp_path: Path) -> None:
-    _, result = trained(precision="fp32", max_epochs=1, run=tmp_path / "run")
-    assert not any("precision" in note for note in result.notes)
-    assert "chosen" not in json.loads((tmp_path / "run" / "config.json").read_text())
 
 
 @pytest.mark.usefixtures("_amx")

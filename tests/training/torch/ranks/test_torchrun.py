@@ -19,12 +19,15 @@ from manyhands.training.checkpoints import store
 from manyhands.training.data.fashion_mnist import SUBSET_DIRECTORY
 from manyhands.training.torch.trainer import Trainer
 
-SCRIPT = f"""
+HEAD = f"""
 import json, os, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from training_cases import *
+from manyhands import torch as mh
 from manyhands.training.options import Checkpoints, Step, Workers
+"""
 
+SCRIPT = f"""{HEAD}
 run, out = sys.argv[1:3]
 model = convnet()
 trainer = Trainer(2, batch_size=15, lr=0.1, precision="fp64", quiet=True, run=run, resume="auto",
@@ -36,12 +39,7 @@ with open(out + rank, "w") as file:
     json.dump({{"weights": weights, "rows": rows(result), "patched": "forward" in vars(model[1])}}, file)
 """
 
-KILLED = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from training_cases import *
-from manyhands.training.options import Checkpoints, Step, Workers
-
+KILLED = f"""{HEAD}
 run, out = sys.argv[1:3]
 model = SumsUp(40)
 data = OneHot(40, Harm("kill", 17, Path(out + "killed")))
@@ -53,12 +51,7 @@ with open(out + os.environ["RANK"], "w") as file:
     file.write(repr(model.seen.tolist()))
 """
 
-CALLBACKS = f"""
-import json, os, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from training_cases import *
-from manyhands import torch as mh
-
+CALLBACKS = f"""{HEAD}
 class Calls(mh.Callback):
     every = 2
     def __init__(self):
@@ -90,11 +83,7 @@ assert main(["train", *options]) == 0
 """
 
 # A group that the script has made is used and stays; all ranks end with the same numbers, running statistics too.
-OWN_GROUP = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from training_cases import *
-from manyhands.training.options import Checkpoints, Step, Workers
+OWN_GROUP = f"""{HEAD}
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
