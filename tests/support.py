@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -84,6 +85,38 @@ def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
 def run_python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter: for what must happen before a framework starts, or ends the process."""
     return run_program("-c", code, timeout=300, **environment)
+
+
+class Stopped(Exception):
+    """What a test stops a training with."""
+
+
+class StopAt:
+    """A schedule that leaves the rate alone and raises in the step after so many."""
+
+    def __init__(self, step: int | None) -> None:
+        self.left = step
+
+    def __call__(self, done: float) -> float:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise Stopped
+        return 1.0
+
+
+def same_rate(done: float) -> float:
+    return 1.0
+
+
+def as_if_killed(run: Path, step: int) -> Path:
+    """A copy of a run's folder as a kill soon after that step would have left it; rows may be ahead of it."""
+    from manyhands.training.checkpoints import store
+
+    copied = run.with_name(f"{run.name}-killed-{step}")
+    shutil.copytree(run, copied)
+    store.drop_after(copied / "checkpoints", step)
+    return copied
 
 
 def lab_results(framework: str, *names: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Random small trainings, and what has to be the same about them in every framework.
 
 A :class:`Case` is drawn from a seed: a model, a loss, an optimizer, a kind of data, and options. Each framework has its
-own words for these, in ``random_jobs_<framework>.py``. Three things are compared, in float64:
+own words for these, in ``words_<framework>.py``. Three things are compared, in float64:
 
 * training on one device, the plain way, with training on three, with shares and micro-batches;
 * that training with itself, stopped at some step and resumed: to the bit on as many devices, closely on another number;
@@ -13,7 +13,6 @@ normalisation over each device's own samples has other statistics.
 
 from __future__ import annotations
 
-import importlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from training_bench import Bench, Stopped
+from support import StopAt, Stopped
+from training_bench import Bench
 
 from manyhands.cli.parity import largest_difference
 from manyhands.errors import WorkerFailed
@@ -60,14 +60,6 @@ class LossKind:
     loss: Any
     targets: str = "classes"
     takes: str = "scores"
-
-
-def words_of(framework: str) -> Any:
-    """A framework's models, losses, optimizers (of a rate), data (of arrays and a batch size), and float64.
-
-    ``data`` says whether a form has the batch size in it; ``without`` are options that the framework does not have.
-    """
-    return importlib.import_module(f"random_jobs_{framework}")
 
 
 @dataclass(frozen=True)
@@ -214,23 +206,21 @@ class Batches:
 # Trainings
 
 
-class Schedule:
+class Schedule(StopAt):
     """A schedule by its name, so that it can go to other processes; raises in the step after so many."""
 
     def __init__(self, name: str, stop_after: int | None = None) -> None:
-        self.name, self.left = name, stop_after
+        super().__init__(stop_after)
+        self.name = name
 
     def __call__(self, done: float) -> float:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise Stopped
-        return SCHEDULES[self.name](done) if self.name != "none" else 1.0
+        plain = super().__call__(done)
+        return SCHEDULES[self.name](done) if self.name != "none" else plain
 
 
 def fit(bench: Bench, case: Case, devices: int, run: Path, *, plain: bool = False, **options: Any) -> Any:
     """Train in a run folder. ``plain``: without shares and micro-batches."""
-    words = words_of(bench.framework)
+    words = bench.words
     make, has_batch_size = words.data[case.data]
     given: dict[str, Any] = dict(case.options)
     if not has_batch_size:
@@ -268,7 +258,7 @@ def stop(bench: Bench, case: Case, whole: Path) -> Path:
 
 def differences(bench: Bench, case: Case) -> Iterator[str]:
     """What is not as it should be."""
-    words = words_of(bench.framework)
+    words = bench.words
     kind = words.models[case.model]
     per_device = kind.mixes and case.options["step"].batch_stats != "global" and "batch_stats" not in words.without
     comparable = not kind.draws and not per_device

@@ -10,17 +10,6 @@ from training_bench import Bench
 from manyhands.errors import BadSettings
 
 
-def share_right(framework: str, scores: Any, y: Any) -> Any:
-    """The share of correct predictions, as an array of the framework."""
-    if framework == "tensorflow":
-        import tensorflow as tf
-
-        return tf.reduce_mean(tf.cast(tf.argmax(scores, 1) == tf.cast(y, tf.int64), tf.float32))
-    if framework == "torch":
-        return (scores.argmax(1) == y).float().mean()
-    return (scores.argmax(1).astype("int32") == y.astype("int32")).astype("float32").mean()
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_what_a_validation_step_plots_are_the_figures_of_the_epoch(bench: Bench, devices: int) -> None:
     class Plotting(bench.mh.Module):  # type: ignore[misc, name-defined]
@@ -32,7 +21,7 @@ def test_what_a_validation_step_plots_are_the_figures_of_the_epoch(bench: Bench,
         def validation_step(self, batch: Any) -> None:
             scores = self(*batch[:-1])
             self.plot("loss", self.loss(scores, batch[-1]), train=False)
-            self.plot("acc", share_right(bench.framework, scores, batch[-1]), train=False)
+            self.plot("acc", bench.own.share_right(scores, batch[-1]), train=False)
 
     how: dict[str, Any] = {"quiet": True, "precision": "fp32", **bench.on(devices)}
     stop = bench.mh.EarlyStopping("val_acc", patience=9, mode="max")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from training_bench import Bench, StopAt, Stopped, normalising, same
+from support import StopAt, Stopped, same_rate
+from training_bench import Bench
 
 from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadSettings, CallbackFailed, WorkerFailed
@@ -88,12 +89,12 @@ def test_moments_figures_and_state(bench: Bench) -> None:
 def test_a_resumed_job_calls_as_one_that_was_not_stopped(bench: Bench) -> None:
     whole, before, after = Diary(every=3), Diary(every=3), Diary(every=3)
     how: dict[str, Any] = {"epochs": 2, "checkpoints": Checkpoints(every=2)}
-    bench.fit(callbacks=[whole], schedule=same, **how)
+    bench.fit(callbacks=[whole], schedule=same_rate, **how)
     run = bench.new_run()
     with pytest.raises((Stopped, WorkerFailed)):
         bench.fit(callbacks=[before], run=run, schedule=StopAt(5), **how)
     assert before.moments[-1].startswith("fit end Stopped")
-    bench.fit(callbacks=[after], run=run, resume="auto", schedule=same, **how)
+    bench.fit(callbacks=[after], run=run, resume="auto", schedule=same_rate, **how)
     assert after.moments[0] == "fit start 4"
     assert {**before.metrics, **after.metrics} == whole.metrics
     assert after.kept == whole.kept == 2
@@ -194,7 +195,7 @@ def test_an_accuracy_that_is_not_there(bench: Bench) -> None:
     X, y = bench.arrays(random.normal(size=(8, 4)).astype(np.float32), random.normal(size=(8, 3)).astype(np.float32))
     trainer = mh.Trainer(1, callbacks=[mh.EarlyStopping("val_acc")], loss="mse", quiet=True, **bench.on(1))
     with pytest.raises(BadSettings, match=r"'val_acc'\): there is no metric 'val_acc'\. There are val_loss"):
-        trainer.fit(normalising(bench.framework), (X, y), (X, y))
+        trainer.fit(bench.own.normalising(), (X, y), (X, y))
 
 
 @pytest.mark.neutral
@@ -233,10 +234,10 @@ def test_an_average_of_the_weights(averaging: Bench) -> None:
         return bench.fit(devices, run=run, callbacks=[mh.EMA(0.5)], **{**how, **options})
 
     one, two, resumed, plain = (bench.new_run() for _ in range(4))
-    result = trained(1, one, schedule=same)
+    result = trained(1, one, schedule=same_rate)
     with pytest.raises((Stopped, WorkerFailed)):
         trained(1, resumed, schedule=StopAt(5))
-    again = trained(1, resumed, resume="auto", schedule=same)
+    again = trained(1, resumed, resume="auto", schedule=same_rate)
     trained(2, two)
     without = bench.fit(run=plain, **how)
     averages = [average(run) for run in (one, two, resumed)]
@@ -262,8 +263,8 @@ def test_an_average_of_running_statistics(averaging: Bench) -> None:
     data = bench.arrays(random.normal(size=(18, 4)).astype(np.float32), random.integers(3, size=18))
     how: Any = {"callbacks": [bench.mh.EMA(0.5, use_buffers=True)], "loss": "cross_entropy", "quiet": True}
     how |= {"run": run, "checkpoints": Checkpoints(every=1), "batch_size": 6, "lr": 0.1, **bench.on(2)}
-    bench.mh.Trainer(1, limits=Limits(max_steps=2), **how).fit(normalising(bench.framework), data)
-    bench.mh.Trainer(1, resume="auto", **how).fit(normalising(bench.framework), data)
+    bench.mh.Trainer(1, limits=Limits(max_steps=2), **how).fit(bench.own.normalising(), data)
+    bench.mh.Trainer(1, resume="auto", **how).fit(bench.own.normalising(), data)
     found = [store.load(run / "checkpoints" / f"step-{step:08d}").blobs for step in (1, 2, 3)]
     weights, averages = ([dict(load(blobs[name])) for blobs in found] for name in ("model", "average"))
     moving = [name for name, value in weights[2].items() if value.dtype.kind == "f"]
@@ -272,22 +273,3 @@ def test_an_average_of_running_statistics(averaging: Bench) -> None:
         for name in moving:
             expected = (averages[step - 1][name] + weights[step][name]) / 2
             np.testing.assert_allclose(averages[step][name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
-
-
-@pytest.mark.long
-def test_a_resumed_job_logs_as_one_that_was_not_stopped(bench: Bench) -> None:
-    """Rows of steps that are made again are not there twice; the job that was stopped had logged step 5 already."""
-    tables, how = [], {"epochs": 2, "checkpoints": Checkpoints(every=2)}
-    for stop in (False, True):
-        run = bench.new_run()
-        if stop:
-            with pytest.raises((Stopped, WorkerFailed)):
-                bench.fit(run=run, loggers=[bench.mh.loggers.CSVLogger(every=1)], schedule=StopAt(5), **how)
-        more = {"resume": "auto"} if stop else {}
-        bench.fit(run=run, loggers=[bench.mh.loggers.CSVLogger(every=1)], schedule=same, **how, **more)
-        tables.append((run / "steps.csv").read_text())
-        rows = (run / "metrics.csv").read_text().splitlines()
-        assert rows[0].startswith("epoch,step,train_loss,train_acc,val_loss,val_acc")
-        assert [row.split(",")[:2] for row in rows[1:]] == [["1", "4"], ["2", "8"]]
-    assert tables[0] == tables[1]
-    assert [row.split(",")[1] for row in tables[0].splitlines()[1:]] == list("12345678")

@@ -28,30 +28,13 @@ def y_true_first(y_true: Any, y_pred: Any) -> float:
     return float(as_numpy(y_pred).ndim - as_numpy(y_true).ndim)
 
 
-def own_metric(bench: Bench) -> Any:
-    """The accuracy, as a metric object of the framework's own kind."""
-    if bench.framework == "torch":
-        import torchmetrics
-
-        return torchmetrics.Accuracy("multiclass", num_classes=10, average="micro")
-    if bench.framework == "tensorflow":
-        import keras
-
-        return keras.metrics.SparseCategoricalAccuracy()
-    if bench.framework == "mxnet":
-        import mxnet
-
-        return mxnet.metric.Accuracy()
-    return None
-
-
 # Metrics
 
 
 def test_metrics_see_every_sample_once_on_any_number_of_devices(bench: Bench) -> None:
     metrics: dict[str, Any] = {"top_three": top_three, "order": order, "difference": y_true_first}
-    if (own := own_metric(bench)) is not None:
-        metrics["own"] = own
+    if bench.own.metric is not None:
+        metrics["own"] = bench.own.metric
     data = bench.data(samples=32, tested=530)
     rows = [bench.fit(count, epochs=1, data=data, metrics=metrics).rows[-1] for count in (1, 3)]
     for row in rows:
@@ -108,7 +91,7 @@ def test_a_loss_that_is_no_mean_is_that_of_whole_batches(bench: Bench) -> None:
     batches = [bench.arrays(X[start : start + 20], y[start : start + 20]) for start in (0, 20, 40)]
     assert mean_of(16) != pytest.approx(mean_of(20), rel=1e-5)
     for count in (1, 3):
-        how: dict[str, Any] = {"quiet": True, "precision": "fp32", "loss": bench.root_loss(), **bench.on(count)}
+        how: dict[str, Any] = {"quiet": True, "precision": "fp32", "loss": bench.own.root_loss, **bench.on(count)}
         trainer = bench.mh.Trainer(1, batch_size=16, metrics=[order], **how)
         found = trainer.evaluate(model, (X, y))
         assert found["loss"] == pytest.approx(mean_of(16), rel=1e-6)
@@ -118,24 +101,11 @@ def test_a_loss_that_is_no_mean_is_that_of_whole_batches(bench: Bench) -> None:
     assert result.rows[-1]["val_loss"] == pytest.approx(mean_of(16), rel=1e-6)
 
 
-def native(bench: Bench, X: Any) -> Any:
-    """The array as the framework's models take it."""
-    if bench.framework == "torch":
-        import torch
-
-        return torch.from_numpy(X)
-    if bench.framework == "mxnet":
-        import mxnet
-
-        return mxnet.nd.array(X)
-    return X
-
-
 def test_predictions_are_the_models_answers_in_order(bench: Bench) -> None:
     X, y = bench.images(530)
     model = bench.recipes.model("mlp", 0)
-    expected = getattr(bench, f"_{bench.framework}")(model, native(bench, X))
-    batches = [native(bench, X[start : start + 200]) for start in (0, 200, 400)]
+    expected = bench.own.scores(model, bench.own.array(X))
+    batches = [bench.own.array(X[start : start + 200]) for start in (0, 200, 400)]
     for count, forms in ((1, [(X, y)]), (3, [X, lambda: iter(batches)])):
         trainer = bench.mh.Trainer(1, quiet=True, precision="fp32", **bench.on(count))
         for data in forms:
@@ -180,17 +150,3 @@ def test_one_data_set_at_a_time(bench: Bench) -> None:
         BadBatch, match=r"evaluate takes one data set, and two were given: .*evaluate\(model, data\[1\]\)"
     ):
         trainer.evaluate(model, bench.data())
-
-
-# What is shown
-
-
-@pytest.mark.neutral
-def test_a_regression_shows_its_validation_loss(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    X, _ = bench.images(64)
-    data = X, X.reshape(64, -1)[:, :10].copy()
-    how: dict[str, Any] = {"loss": "mse", "lr": 0.01, "batch_size": 32, "precision": "fp32"}
-    result = bench.mh.Trainer(1, **how, **bench.on(1)).fit(bench.recipes.model("mlp", 0), data, data)
-    assert result.rows[-1]["val_acc"] is None
-    assert str(result).startswith(f"val_loss {result.rows[-1]['val_loss']:.3f}, ")
-    assert f"val_loss {result.rows[-1]['val_loss']:.3f}, seconds" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench, counting, normalising
+from training_bench import Bench, counting
 
 from manyhands.errors import BadSettings, LossIsNotANumber
 from manyhands.training.options import TOPICS
@@ -35,7 +35,7 @@ def cases(bench: Bench) -> dict[str, Case]:
         "devices": Case(("cpu:2",)),
         "batch_size": Case((4,)),
         "lr": Case((0.01,)),
-        "loss": Case((bench.own_loss(),)),
+        "loss": Case((bench.own.loss,)),
         "metrics": Case(({"seven": lambda outputs, targets: 7.0},)),
         "optimizer": Case(("adam",)),
         "schedule": Case((lambda done: 0.5,)),
@@ -54,7 +54,7 @@ def cases(bench: Bench) -> dict[str, Case]:
         "on_nan": Case(("continue",), {"with_nan": True}),
         "activation_checkpointing": Case((True,)),
         "shard": Case((True,)),
-        "wrt": Case((_last_layer(bench.framework),)),
+        "wrt": Case((bench.own.last_layer,)),
         "optimize": Case(("off", "max")),
         "every": Case((1,)),
         "keep": Case((1,)),
@@ -77,33 +77,14 @@ def noting(bench: Bench) -> Any:
     return Noting()
 
 
-def _last_layer(framework: str) -> Any:
-    if framework != "jax":
-        return "last"
-    from flax import nnx
-
-    return nnx.PathContains(2)
-
-
-def net(framework: str) -> tuple[Any, list[str]]:
+def net(bench: Bench) -> tuple[Any, list[str]]:
     """A model with statistics over its batch, and a list that grows with every call of its code."""
-    made = normalising(framework)
-    if framework == "mxnet":
+    made = bench.own.normalising()
+    if bench.framework == "mxnet":
         made.initialize()
-    if framework != "jax":
-        importlib.import_module(f"manyhands.book.{framework}").initialise(made, 0)
-    return counting(framework, made)
-
-
-def weights(framework: str, model: Any) -> list[Any]:
-    if framework == "jax":
-        import jax
-        from flax import nnx
-
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
-    if framework == "tensorflow":
-        return list(model.get_weights())
-    return [parameter.data().asnumpy() for parameter in model.collect_params().values()]
+    if bench.framework != "jax":
+        importlib.import_module(f"manyhands.book.{bench.framework}").initialise(made, 0)
+    return counting(bench.framework, made)
 
 
 @dataclasses.dataclass
@@ -125,11 +106,11 @@ class Jobs:
 
     def earlier(self) -> str:
         """A run of one epoch, with other labels."""
-        return str(self.fit(net(self.bench.framework)[0], labels=0, max_epochs=1, run=self.bench.new_run()).run)
+        return str(self.fit(net(self.bench)[0], labels=0, max_epochs=1, run=self.bench.new_run()).run)
 
     def outcome(self, **options: Any) -> Any:
         """Weights, rows, notes, devices, files, the calls of the model's code, and what was shown."""
-        model, calls = net(self.bench.framework)
+        model, calls = net(self.bench)
         folder = self.bench.new_run()
         self.capsys.readouterr()
         try:
@@ -138,7 +119,7 @@ class Jobs:
             return "NaN"
         kept = [{name: row[name] for name in row if name not in ("seconds", "whole")} for row in result.rows]
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-        numbers = [array.tobytes() for array in weights(self.bench.framework, model)]
+        numbers = [array.tobytes() for array in self.bench.own.tensors(model)]
         return numbers, kept, result.notes, result.devices, files, calls, self.capsys.readouterr()
 
     def without(self, beside: dict[str, Any]) -> Any:

@@ -227,33 +227,16 @@ def test_micro_batches_of_a_size(bench: Bench) -> None:
         assert largest_difference(bench.weights(parts.run), bench.weights(whole.run)) < 1e-5
     assert Step(micro_batch_size=5).in_micro_batches(16, 1).accumulate == 4
     assert Step(micro_batch_size=2, shares=[3, 1]).in_micro_batches(16, 2).accumulate == 6
-    with pytest.raises(BadSettings, match=r"accumulate=2 .* micro_batch_size=5 .* choose one"):
-        Step(accumulate=2, micro_batch_size=5)
-
-
-def own_schedule(framework: str) -> Any:
-    """An optimizer with a schedule of rates of the framework's own."""
-    if framework == "jax":
-        import optax
-
-        return optax.sgd(optax.cosine_decay_schedule(0.1, 8), momentum=0.9)
-    if framework == "tensorflow":
-        import keras
-
-        return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 8), momentum=0.9)
-    import mxnet as mx
-
-    return mx.optimizer.SGD(learning_rate=0.1, momentum=0.9, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5))
 
 
 def test_a_schedule_of_the_frameworks_own_is_resumed(bench: Bench) -> None:
     if bench.framework == "torch":
         pytest.skip("tests/training/torch/test_schedulers.py")
     data, run = bench.data(samples=64), bench.new_run()
-    whole = bench.fit(optimizer=own_schedule(bench.framework), data=data)
+    whole = bench.fit(optimizer=bench.own.scheduled(), data=data)
     for steps in (3, 8):
         how: dict[str, Any] = {"limits": Limits(max_steps=steps), "run": run, "resume": "auto"}
-        bench.fit(optimizer=own_schedule(bench.framework), data=data, **how)
+        bench.fit(optimizer=bench.own.scheduled(), data=data, **how)
     assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
     with pytest.raises(BadSettings, match=r"PerStep\(\.\.\.\) is for PyTorch's schedulers"):
         bench.mh.Trainer(schedule=bench.mh.PerStep(lambda optimizer: None))

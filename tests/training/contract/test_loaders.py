@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench, StopAt, Stopped, same
+from support import StopAt, Stopped, same_rate
+from training_bench import Bench
 
 from manyhands.cli.parity import largest_difference
 from manyhands.errors import BadBatch, BadSettings, WrongCheckpoint
@@ -93,7 +94,7 @@ def test_the_schedule_of_a_loader_without_a_length(bench: Bench) -> None:
     assert rest.done == whole.done[6:]
     assert largest_difference(bench.weights(run), bench.weights(straight.run)) == 0
     with pytest.raises(BadSettings, match="a loader without __len__"):
-        bench.fit(epochs=1, schedule=same, data=Loader(bench))
+        bench.fit(epochs=1, schedule=same_rate, data=Loader(bench))
 
 
 @pytest.mark.neutral
@@ -119,10 +120,12 @@ def shuffled(count: int) -> list[int]:
 
 @pytest.mark.neutral
 def test_a_loader_that_shuffles_goes_on_in_its_order(bench: Bench) -> None:
-    whole = bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same)
+    whole = bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same_rate)
+    other = bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same_rate, seed=4)
+    assert largest_difference(bench.weights(other.run), bench.weights(whole.run)) > 0
     for step, every in ((6, 1), (9, None)):  # in the middle of an epoch, and at the start of one
         run = stopped(bench, Loader(bench, shuffled), step, checkpoints=Checkpoints(every=every))
-        bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same, resume="auto", run=run)
+        bench.fit(epochs=3, data=Loader(bench, shuffled), schedule=same_rate, resume="auto", run=run)
         assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
 
 
@@ -132,11 +135,11 @@ def test_an_order_that_cannot_be_repeated_is_said(bench: Bench) -> None:
     data = Loader(bench, lambda count: next(drawn))
     run = stopped(bench, data, 6)
     with pytest.raises(WrongCheckpoint, match=r"after batch 2 .32 samples. of epoch 2.*default_rng\(\(0, epoch\)\)"):
-        bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
+        bench.fit(epochs=3, data=data, schedule=same_rate, resume="auto", run=run)
     for every in (4, None):  # the last batch of an epoch is done, or the next epoch is begun
         run = stopped(bench, data, 9, checkpoints=Checkpoints(every=every))
         with pytest.warns(UserWarning, match="does not repeat epoch 2 in the order"):
-            bench.fit(epochs=3, data=data, schedule=same, resume="auto", run=run)
+            bench.fit(epochs=3, data=data, schedule=same_rate, resume="auto", run=run)
 
 
 def test_a_function_makes_the_batches_of_each_epoch(bench: Bench) -> None:
@@ -148,10 +151,10 @@ def test_a_function_makes_the_batches_of_each_epoch(bench: Bench) -> None:
         for number in np.random.default_rng((0, epoch)).permutation(len(batches)):
             yield batches[number]
 
-    whole = bench.fit(epochs=3, data=of, schedule=same)
+    whole = bench.fit(epochs=3, data=of, schedule=same_rate)
     assert sorted(set(epochs)) == [0, 1, 2]
     run = stopped(bench, of, 6)
-    bench.fit(epochs=3, data=of, schedule=same, resume="auto", run=run)
+    bench.fit(epochs=3, data=of, schedule=same_rate, resume="auto", run=run)
     assert largest_difference(bench.weights(run), bench.weights(whole.run)) == 0
     result = bench.fit(epochs=2, data=(lambda: iter(batches), lambda: iter(batches[:2])))
     assert [row["samples"] for row in result.rows] == [64, 64]

@@ -47,8 +47,7 @@ def reference() -> NDArray[Any]:
     windows = np.lib.stride_tricks.sliding_window_view(X[:, 0], (3, 3), (1, 2))
     maps = np.einsum("nijkl,ckl->ncij", windows, OF_TORCH["conv.weight"][:, 0])
     maps = np.maximum(maps + OF_TORCH["conv.bias"][:, None, None], 0)
-    answers: NDArray[Any] = maps.reshape(len(X), -1) @ OF_TORCH["dense.weight"].T + OF_TORCH["dense.bias"]
-    return answers
+    return maps.reshape(len(X), -1) @ OF_TORCH["dense.weight"].T + OF_TORCH["dense.bias"]
 
 
 def model(framework: str) -> tuple[Any, NDArray[Any]]:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 
 import pytest
-from random_jobs import differences, draw, words_of
+from random_jobs import differences, draw
 from training_bench import Bench
 
 # As many as take less than half a minute on two cores: a case starts processes, compiles or traces several times.
@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_random_training_is_the_same_everywhere(bench: Bench, seed: int) -> None:
-    case = draw(seed, words_of(bench.framework))
+    case = draw(seed, bench.words)
     told = "\n".join(f"    {name} = {value!r}" for name, value in dataclasses.asdict(case).items())
     again = f"MANYHANDS_SEED={seed} MANYHANDS_CASES=1 pytest {__file__} --framework {bench.framework}"
     print(f"{again}\n{told}")  # shown where it fails, by a difference or by an error

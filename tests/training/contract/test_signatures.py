@@ -18,7 +18,9 @@ def names(bench: Bench, devices: Any) -> list[str]:
 def test_devices_as_a_text_or_a_number(bench: Bench) -> None:
     made = [f"virtual:{number}" for number in range(MOST)]
     assert names(bench, "cpu:2") == names(bench, 2) == names(bench, "2") == made[:2]
-    assert names(bench, "cpu") == names(bench, "cpu:1") == names(bench, ["cpu"])
+    assert names(bench, made[:2]) == names(bench, ",".join(made[:2])) == made[:2], "as they are printed"
+    assert names(bench, "cpu") == names(bench, "cpu:1") == names(bench, ["cpu"]) == names(bench, ["CPU:0"]) == ["cpu"]
+    assert bench.mh.Trainer(1, num_gpus=0).device_names == ["cpu"]
     # Virtual devices stand in for GPUs; PyTorch has none here, as most machines without a GPU.
     assert names(bench, "gpu") == names(bench, "all") == (["cpu"] if bench.framework == "torch" else made)
     for wrong in ("tpu", 0):
@@ -40,25 +42,6 @@ def test_the_same_text_is_the_same_job(bench: Bench) -> None:
     assert result.rows[-1]["train_loss"] == pytest.approx(again.rows[-1]["train_loss"], rel=1e-5)
 
 
-def own_losses(bench: Bench) -> list[tuple[Any, float]]:
-    """Losses of the framework's own, and how many times the mean of squares they are, for ten numbers per sample."""
-    if bench.framework == "torch":
-        import torch
-
-        return [(torch.nn.MSELoss, 1), (torch.nn.MSELoss(), 1), (torch.nn.functional.mse_loss, 1)]
-    if bench.framework == "jax":
-        import optax
-
-        return [(optax.squared_error, 10), (optax.l2_loss, 5)]  # of several numbers per sample the sum counts
-    if bench.framework == "tensorflow":
-        import keras
-
-        return [(keras.losses.MeanSquaredError, 1), (keras.losses.MeanSquaredError(), 1), ("mean_squared_error", 1)]
-    from mxnet import gluon
-
-    return [(gluon.loss.L2Loss, 0.5), (gluon.loss.L2Loss(), 0.5)]
-
-
 def test_losses_by_name_and_as_classes(bench: Bench) -> None:
     """ "mse" is the same number in every framework, also where its own class is another one."""
     random = np.random.RandomState(0)
@@ -68,7 +51,7 @@ def test_losses_by_name_and_as_classes(bench: Bench) -> None:
     errors = bench.scores(model, images) - y
     X = bench.in_layout(images.astype(np.float32) / 255)
     meant = [("mse", (errors**2).mean()), ("mae", np.abs(errors).mean()), ("L1", np.abs(errors).mean())]
-    meant += [(loss, times * (errors**2).mean()) for loss, times in own_losses(bench)]
+    meant += [(loss, times * (errors**2).mean()) for loss, times in bench.own.squares]
     for loss, value in meant:
         trainer = bench.mh.Trainer(1, batch_size=16, lr=0.0, loss=loss, quiet=True, precision="fp32", devices="cpu")
         assert trainer.fit(bench.recipes.model("mlp", 0), (X, y)).rows[-1]["train_loss"] == pytest.approx(value, 1e-4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench, StopAt, Stopped, counting, same
+from support import StopAt, Stopped, same_rate
+from training_bench import Bench, counting
 
 from manyhands.cli.parity import LIMIT, compare, largest_difference
 from manyhands.errors import BadLabels, BadRunFolder, BadSettings, LossIsNotANumber, WrongCheckpoint
@@ -29,16 +29,6 @@ def test_a_model_learns(bench: Bench) -> None:
     assert [row["samples"] for row in result.rows] == [400] * 3
     assert str(result).startswith(f"val_acc {result.test_accuracy:.3f}, ")
     assert str(result).endswith("sec/epoch on [cpu]")
-
-
-def test_devices_are_printed_alike(bench: Bench) -> None:
-    """Two virtual CPU devices are processes in PyTorch and CPUs of the framework's own elsewhere."""
-    trainer = bench.mh.Trainer(1, **bench.on(2))
-    assert trainer.device_names == ["virtual:0", "virtual:1"]
-    assert bench.mh.Trainer(1, devices=trainer.device_names).device_names == trainer.device_names
-    assert bench.mh.Trainer(1, devices="virtual:0,virtual:1").device_names == trainer.device_names
-    assert bench.mh.Trainer(1, num_gpus=0).device_names == ["cpu"]
-    assert bench.mh.Trainer(1, devices=["CPU:0"]).device_names == ["cpu"]
 
 
 @pytest.mark.neutral
@@ -114,43 +104,19 @@ def test_no_pass_is_made_before_the_first_step(bench: Bench) -> None:
 def test_a_stopped_run_goes_on_where_it_was(bench: Bench) -> None:
     """Stopped in the middle of an epoch; on the same number of devices it ends with the same bits."""
     data = bench.data(samples=50)  # the last batch is short
-    whole = bench.fit(epochs=3, schedule=same, data=data)
+    whole = bench.fit(epochs=3, schedule=same_rate, data=data)
     stopped = bench.new_run()
     with pytest.raises(Stopped):
         bench.fit(epochs=3, schedule=StopAt(6), checkpoints=Checkpoints(every=1), run=stopped, data=data)
     for devices in (1, 2):
         run = shutil.copytree(stopped, bench.new_run())
-        went_on = bench.fit(devices, epochs=3, schedule=same, resume="auto", run=run, data=data)
+        went_on = bench.fit(devices, epochs=3, schedule=same_rate, resume="auto", run=run, data=data)
         difference = largest_difference(bench.weights(run), bench.weights(whole.run))
         assert difference == 0 if devices == 1 else difference < CLOSE
         assert [row["epoch"] for row in went_on.rows] == [1, 2, 3]
         assert [row["samples"] for row in went_on.rows] == [50] * 3
         for row, straight in zip(went_on.rows, whole.rows, strict=True):
             assert row["train_loss"] == pytest.approx(straight["train_loss"], rel=1e-4)
-
-
-@pytest.mark.neutral
-def test_a_run_that_is_at_its_end_says_so(bench: Bench) -> None:
-    run = bench.new_run()
-    once = bench.fit(epochs=1, run=run)
-    again = bench.fit(2, epochs=1, run=run, resume="auto")
-    assert again.rows == once.rows
-    assert any("nothing was trained" in note for note in again.notes)
-    assert not any("nothing was trained" in note for note in once.notes)
-
-
-@pytest.mark.neutral
-def test_another_job_is_not_gone_on_with(bench: Bench) -> None:
-    run = bench.new_run()
-    bench.fit(epochs=1, run=run)
-    with pytest.raises(WrongCheckpoint, match="another model"):
-        bench.fit(epochs=2, run=run, resume="auto", model="lenet")
-    with pytest.raises(WrongCheckpoint, match="seed=0"):
-        bench.fit(epochs=2, run=run, resume="auto", seed=1)
-    with pytest.raises(WrongCheckpoint, match="batch_size=16"):
-        bench.fit(epochs=2, run=run, resume="auto", data=bench.data(batch_size=10))
-    with pytest.raises(WrongCheckpoint, match="64 samples"):
-        bench.fit(epochs=2, run=run, resume="auto", data=bench.data(samples=32))
 
 
 # Bad input
@@ -162,7 +128,7 @@ def test_a_loss_that_is_no_number_stops_and_is_named(bench: Bench) -> None:
 
 
 def test_a_mean_over_nothing_is_no_number(bench: Bench) -> None:
-    own = bench.own_loss()
+    own = bench.own.loss
     with pytest.raises(LossIsNotANumber, match=r"mh\.LossSum.*the count of this batch may be 0"):
         bench.fit(2, epochs=1, loss=lambda a, b: bench.mh.LossSum(own(a, b) * 0, 0), data=bench.data(samples=16))
 
@@ -184,12 +150,6 @@ def test_labels_that_the_model_has_no_output_for(bench: Bench) -> None:
 def test_a_batch_smaller_than_the_devices(bench: Bench) -> None:
     with pytest.raises(BadSettings, match="smaller than the number of devices"):
         bench.fit(3, epochs=1, data=bench.data(batch_size=2))
-
-
-@pytest.mark.parametrize("count", [-1, 1.5, True, "2"])
-def test_a_number_of_gpus_that_is_none(bench: Bench, count: Any) -> None:
-    with pytest.raises(BadSettings, match=r"num_gpus=.*0 for the CPU"):
-        bench.mh.Trainer(1, num_gpus=count)
 
 
 def test_gpus_that_are_missing_are_noted(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

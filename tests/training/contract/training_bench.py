@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,26 @@ class Bench:
     folder: Path
     made: int = field(default=0)
 
+    @property
+    def words(self) -> Any:
+        """A framework's models, losses, optimizers (of a rate), data (of arrays and a batch size), and float64.
+
+        ``data`` says whether a form has the batch size in it; ``without`` are options that the framework does not have.
+        """
+        return importlib.import_module(f"words_{self.framework}")
+
+    @property
+    def own(self) -> Any:
+        """What is another word in each framework.
+
+        An ``array`` as its models take it, and their ``scores``; Adam; a ``loss`` that is a mean over samples which
+        nobody can look into, and the root of a mean, which is none; its losses that are so many times the mean of
+        ``squares``, for ten numbers per sample; a ``metric`` object, the accuracy; ``share_right``, as an array;
+        an optimizer with a schedule of its own; a net of vectors with BatchNorm, from four numbers to three scores,
+        its ``tensors``, and what ``wrt`` takes for its last layer.
+        """
+        return self.words.own
+
     def on(self, count: int) -> dict[str, Any]:
         """The trainer's options for so many devices."""
         return {"devices": f"cpu:{count}"}
@@ -59,38 +80,6 @@ class Bench:
         trainer = self.mh.Trainer(epochs, quiet=True, **self.on(devices), **options)
         return trainer.fit(self.recipes.model(model, 0), self.data() if data is None else data)
 
-    def own_loss(self) -> Any:
-        """A mean over samples that nobody can look into."""
-        if self.framework == "torch":
-            from torch.nn import functional
-
-            return lambda scores, y: functional.cross_entropy(scores, y) * 2
-        if self.framework == "jax":
-            import optax
-
-            return lambda scores, y: optax.softmax_cross_entropy_with_integer_labels(scores, y).mean() * 2
-        if self.framework == "tensorflow":
-            import tensorflow
-
-            entropy = tensorflow.nn.sparse_softmax_cross_entropy_with_logits
-            return lambda y, scores: tensorflow.reduce_mean(entropy(tensorflow.cast(y, "int32"), scores)) * 2
-        from mxnet import gluon
-
-        softmax = gluon.loss.SoftmaxCrossEntropyLoss()
-        return lambda scores, y: softmax(scores, y).mean() * 2
-
-    def root_loss(self) -> Any:
-        """The root of the mean square of all scores of a batch: no mean over samples."""
-        if self.framework == "torch":
-            return lambda scores, y: (scores**2).mean().sqrt()
-        if self.framework == "jax":
-            return lambda scores, y: (scores**2).mean() ** 0.5
-        if self.framework == "tensorflow":
-            import tensorflow
-
-            return lambda y, scores: tensorflow.sqrt(tensorflow.reduce_mean(scores**2))
-        return lambda scores, y: (scores**2).mean().sqrt()
-
     def images(self, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Random images in the framework's layout, and their classes."""
         random = np.random.RandomState(0)
@@ -106,31 +95,9 @@ class Bench:
         module.net = self.recipes.model("mlp", 0)
         return module
 
-    def adam(self) -> Any:
-        """The framework's own class, or function, that makes an Adam."""
-        if self.framework == "torch":
-            import torch
-
-            return torch.optim.Adam
-        if self.framework == "jax":
-            import optax
-
-            return optax.adam
-        if self.framework == "tensorflow":
-            import keras
-
-            return keras.optimizers.Adam
-        import mxnet as mx
-
-        return mx.optimizer.Adam
-
     def arrays(self, X: NDArray[Any], y: NDArray[Any]) -> tuple[Any, Any]:
         """A batch as the framework's loaders give it: PyTorch's has tensors."""
-        if self.framework != "torch":
-            return X, y
-        import torch
-
-        return torch.from_numpy(X), torch.from_numpy(y)
+        return (self.own.array(X), self.own.array(y)) if self.framework == "torch" else (X, y)
 
     def new_run(self) -> Path:
         self.made += 1
@@ -145,23 +112,7 @@ class Bench:
         labels = np.zeros(len(images), dtype=np.uint8)
         part = Images(images, labels)
         ((X, _),) = self.recipes.data(FashionMnist(part, part, "a test", True), len(images))[1]
-        return getattr(self, f"_{self.framework}")(model, X)
-
-    def _torch(self, model: Any, X: Any) -> NDArray[Any]:
-        import torch
-
-        with torch.no_grad():
-            return model.eval()(X).numpy()
-
-    def _jax(self, model: Any, X: Any) -> NDArray[Any]:
-        model.eval()
-        return np.asarray(model(X))
-
-    def _tensorflow(self, model: Any, X: Any) -> NDArray[Any]:
-        return np.asarray(model(X, training=False))
-
-    def _mxnet(self, model: Any, X: Any) -> NDArray[Any]:
-        return model(X).asnumpy()
+        return self.own.scores(model, X)  # type: ignore[no-any-return]
 
 
 CALL = {"torch": "forward", "jax": "__call__", "tensorflow": "call", "mxnet": "forward"}
@@ -180,29 +131,6 @@ def counting(framework: str, model: Any) -> tuple[Any, list[str]]:
     return model, calls
 
 
-def normalising(framework: str) -> Any:
-    """A net of vectors with BatchNorm: four numbers in, scores of three classes out."""
-    if framework == "torch":
-        from torch import nn
-
-        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    if framework == "jax":
-        from flax import nnx
-
-        rngs = nnx.Rngs(0)
-        return nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs))
-    if framework == "tensorflow":
-        import keras
-
-        layers = keras.layers
-        return keras.Sequential([keras.Input((4,)), layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)])
-    from mxnet.gluon import nn as gluon_nn
-
-    net = gluon_nn.HybridSequential()
-    net.add(gluon_nn.Dense(6, in_units=4), gluon_nn.BatchNorm(in_channels=6), gluon_nn.Dense(3, in_units=6))
-    return net
-
-
 def run_of(folder: Path, weights: Any, config: Any = None) -> Path:
     """A run of PyTorch's that holds these weights, made without PyTorch."""
     run = RunFolder.at(folder)
@@ -213,24 +141,3 @@ def run_of(folder: Path, weights: Any, config: Any = None) -> Path:
     state |= {"framework": "torch", "optimizer_type": None}
     store.save(run.checkpoints, 4, state, {"model": save(dict(weights))})
     return folder
-
-
-class Stopped(Exception):
-    """What a test stops a training with."""
-
-
-class StopAt:
-    """A schedule that leaves the rate alone and raises at the n-th step."""
-
-    def __init__(self, step: int) -> None:
-        self.left = step
-
-    def __call__(self, done: float) -> float:
-        self.left -= 1
-        if self.left < 0:
-            raise Stopped
-        return 1.0
-
-
-def same(done: float) -> float:
-    return 1.0

@@ -1,12 +1,14 @@
-"""Random trainings in TensorFlow's words: see :mod:`random_jobs`."""
+"""The contract suite in TensorFlow's words: random trainings (see :mod:`random_jobs`), and what single tests need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers
 from random_jobs import CLASSES, FEATURES, LENGTH, PADDING, WORDS, Batches, LossKind, ModelKind
@@ -144,3 +146,21 @@ data: dict[str, tuple[Callable[..., Any], bool]] = {
     "tf.data": (dataset, True),
     "batches": (lambda X, y, size, train: Batches(X, y, size), False),
 }
+
+
+own = SimpleNamespace(
+    array=np.asarray,
+    scores=lambda model, X: np.asarray(model(X, training=False)),
+    adam=keras.optimizers.Adam,
+    loss=lambda y, scores: tf.reduce_mean(cross_entropy(y, scores)) * 2,
+    root_loss=lambda y, scores: tf.sqrt(tf.reduce_mean(scores**2)),
+    squares=[(keras.losses.MeanSquaredError, 1), (keras.losses.MeanSquaredError(), 1), ("mean_squared_error", 1)],
+    metric=keras.metrics.SparseCategoricalAccuracy(),
+    share_right=lambda scores, y: tf.reduce_mean(tf.cast(tf.argmax(scores, 1) == tf.cast(y, tf.int64), tf.float32)),
+    scheduled=lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 8), momentum=0.9),
+    normalising=lambda: keras.Sequential(
+        [keras.Input((4,)), layers.Dense(6), layers.BatchNormalization(), layers.Dense(3)]
+    ),
+    tensors=lambda model: model.get_weights(),
+    last_layer="last",
+)

@@ -1,4 +1,4 @@
-"""The largest batch that fits: real steps on copies, and a real error where memory ends."""
+"""What steps on copies tell before a training: the largest batch that fits, and the time on other devices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_bench import Bench
+from training_bench import Bench, small_set
 
 from manyhands.errors import BadSettings
+from manyhands.forecast import measured
 
 _FITS = 8  # samples; with more a loss asks for terabytes at once, which no machine begins to fill
 _TERA = 2**41  # numbers
@@ -52,3 +53,21 @@ def test_the_largest_batch_that_fits(bench: Bench) -> None:
     np.testing.assert_array_equal(bench.scores(model, image), before)
     with pytest.raises(BadSettings, match="a loader has its own batches"):
         trainer.find_batch_size(model, lambda: iter([bench.images(32)]))
+
+
+def test_a_step_is_measured_and_the_model_left_alone(bench: Bench) -> None:
+    if bench.framework not in ("torch", "jax"):
+        with pytest.raises(BadSettings, match="forecast measures models of PyTorch and JAX"):
+            bench.mh.forecast(bench.recipes.model("mlp", 0), (np.zeros((2, 28, 28)), np.zeros(2)))
+        return
+    model, batch = bench.recipes.model("mlp", 0), measured.of(bench.framework).noise(16)
+    images = small_set().test.images[:5]
+    before = bench.scores(model, images)
+    made = bench.mh.forecast(model, batch, devices=[1, 2, 64], link="nvlink", precision="fp32")
+    assert [row.devices for row in made.rows] == [1, 2, 64]
+    assert made.rows[0].seconds > 0
+    assert made.profile.gradient_bytes >= 784 * 10 * 4
+    assert ("peak memory" in str(made)) == (bench.framework == "torch")
+    assert np.array_equal(before, bench.scores(model, images))
+    with pytest.raises(BadSettings, match="whole numbers of at least 1"):
+        bench.mh.forecast(model, batch, devices=[0])

@@ -1,9 +1,10 @@
-"""Random trainings in MXNet's words: see :mod:`random_jobs`."""
+"""The contract suite in MXNet's words: random trainings (see :mod:`random_jobs`), and what single tests need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import mxnet as mx
@@ -171,3 +172,27 @@ data: dict[str, tuple[Callable[..., Any], bool]] = {
     "DataLoader, shuffling": (shuffling_loader, True),
     "batches": (lambda X, y, size, train: Batches(X, y, size), False),
 }
+
+
+def normalising() -> Any:
+    net = nn.HybridSequential()
+    net.add(nn.Dense(6, in_units=4), nn.BatchNorm(in_channels=6), nn.Dense(3, in_units=6))
+    return net
+
+
+own = SimpleNamespace(
+    array=mx.nd.array,
+    scores=lambda model, X: model(X).asnumpy(),
+    adam=mx.optimizer.Adam,
+    loss=lambda scores, y: softmax(scores, y).mean() * 2,
+    root_loss=lambda scores, y: (scores**2).mean().sqrt(),
+    squares=[(gluon.loss.L2Loss, 0.5), (gluon.loss.L2Loss(), 0.5)],
+    metric=mx.metric.Accuracy(),
+    share_right=lambda scores, y: (scores.argmax(1).astype("int32") == y.astype("int32")).astype("float32").mean(),
+    scheduled=lambda: mx.optimizer.SGD(
+        learning_rate=0.1, momentum=0.9, lr_scheduler=mx.lr_scheduler.FactorScheduler(2, 0.5)
+    ),
+    normalising=normalising,
+    tensors=lambda model: [parameter.data().asnumpy() for parameter in model.collect_params().values()],
+    last_layer="last",
+)

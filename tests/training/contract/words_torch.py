@@ -1,13 +1,15 @@
-"""Random trainings in PyTorch's words: see :mod:`random_jobs`."""
+"""The contract suite in PyTorch's words: random trainings (see :mod:`random_jobs`), and what single tests need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torchmetrics
 from random_jobs import CLASSES, FEATURES, PADDING, WORDS, Batches, LossKind, ModelKind
 from torch import nn
 from torch.nn import functional as F
@@ -171,3 +173,16 @@ data: dict[str, tuple[Callable[..., Any], bool]] = {
     "DataLoader, iterable": (lambda X, y, size, train: DataLoader(InOrder(*tensors(X, y)), size), True),
     "batches": (lambda X, y, size, train: Batches(*tensors(X, y), size), False),
 }  # fmt: skip
+
+
+own = SimpleNamespace(
+    array=torch.from_numpy,
+    scores=lambda model, X: model.eval()(X).detach().numpy(),
+    adam=torch.optim.Adam,
+    loss=lambda scores, y: F.cross_entropy(scores, y) * 2,
+    root_loss=lambda scores, y: (scores**2).mean().sqrt(),
+    squares=[(nn.MSELoss, 1), (nn.MSELoss(), 1), (F.mse_loss, 1)],
+    metric=torchmetrics.Accuracy("multiclass", num_classes=10, average="micro"),
+    share_right=lambda scores, y: (scores.argmax(1) == y).float().mean(),
+    normalising=lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)),
+)

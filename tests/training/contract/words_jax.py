@@ -1,13 +1,15 @@
-"""Random trainings in JAX's words: see :mod:`random_jobs`."""
+"""The contract suite in JAX's words: random trainings (see :mod:`random_jobs`), and what single tests need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from random_jobs import CLASSES, FEATURES, OWN_SCHEDULE, PADDING, WORDS, Batches, LossKind, ModelKind
@@ -151,3 +153,29 @@ data: dict[str, tuple[Callable[..., Any], bool]] = {
     "JAX's arrays": (lambda X, y, size, train: (jnp.asarray(X), jnp.asarray(y)), False),
     "batches": (lambda X, y, size, train: Batches(X, y, size), False),
 }
+
+
+def scores(model: Any, X: Any) -> Any:
+    model.eval()
+    return np.asarray(model(X))
+
+
+def normalising() -> Any:
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(4, 6, rngs=rngs), nnx.BatchNorm(6, rngs=rngs), nnx.Linear(6, 3, rngs=rngs))
+
+
+own = SimpleNamespace(
+    array=np.asarray,
+    scores=scores,
+    adam=optax.adam,
+    loss=lambda scores, y: cross_entropy(scores, y).mean() * 2,
+    root_loss=lambda scores, y: (scores**2).mean() ** 0.5,
+    squares=[(optax.squared_error, 10), (optax.l2_loss, 5)],  # of several numbers per sample the sum counts
+    metric=None,
+    share_right=lambda scores, y: (scores.argmax(1) == y).astype("float32").mean(),
+    scheduled=lambda: optax.sgd(optax.cosine_decay_schedule(0.1, 8), momentum=0.9),
+    normalising=normalising,
+    tensors=lambda model: list(map(np.asarray, jax.tree.leaves(nnx.state(model)))),
+    last_layer=nnx.PathContains(2),
+)
