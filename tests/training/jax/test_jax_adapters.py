@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from jax_cases import CLASSES, LinenNet, Net, difference, fit, numbers, same, vectors
+from support import StopAt, Stopped, same_rate
 from test_jax_exact import weighted
 
 from manyhands import jax as mh
@@ -21,16 +22,6 @@ from manyhands.errors import BadSettings
 from manyhands.training.checkpoints import store, tensors
 from manyhands.training.jax.skeleton import Skeleton, by_name
 from manyhands.training.options import Checkpoints, Step
-
-
-class Stopped(Exception):
-    pass
-
-
-def stops(done: float) -> float:
-    if done > 0.7:
-        raise Stopped
-    return 1.0
 
 
 class WithAdapter(nnx.Module):
@@ -52,7 +43,7 @@ def is_adapter(name: str) -> bool:
 
 def test_an_adapter_is_trained_and_its_base_stays_as_it_is(tmp_path: Path) -> None:
     before = numbers(WithAdapter())
-    how: dict[str, Any] = {"step": Step(wrt=nnx.LoRAParam), "optimizer": "adam", "lr": 0.05, "schedule": lambda _: 1.0}
+    how: dict[str, Any] = {"step": Step(wrt=nnx.LoRAParam), "optimizer": "adam", "lr": 0.05, "schedule": same_rate}
     how |= {"checkpoints": Checkpoints(every=2), "precision": "fp64"}
     alone, result = fit(WithAdapter(), vectors(), 1, run=tmp_path / "whole", **how)
     for name, value in alone.items():
@@ -64,7 +55,7 @@ def test_an_adapter_is_trained_and_its_base_stays_as_it_is(tmp_path: Path) -> No
     several, _ = fit(WithAdapter(), vectors(), 3, **{**how, "checkpoints": Checkpoints()})
     assert difference(several, alone) < 1e-9
     with pytest.raises(Stopped):
-        fit(WithAdapter(), vectors(), 1, run=tmp_path / "run", **{**how, "schedule": stops})
+        fit(WithAdapter(), vectors(), 1, run=tmp_path / "run", **{**how, "schedule": StopAt(6)})
     resumed, _ = fit(WithAdapter(), vectors(), 1, run=tmp_path / "run", resume="auto", **how)
     assert same(resumed, alone)
 

@@ -82,6 +82,9 @@ def test_an_optimizer_that_draws_random_numbers_draws_them_again(tmp_path: Path)
         ({"optimizer": sam(), "schedule": lambda done: 0.5}, r"goes to another place and back \(sam\): leave out"),
         ({"lr": COSINE, "schedule": lambda done: 0.5}, "a schedule already: leave out schedule="),
         ({"lr": COSINE, "optimizer": optax.sgd(0.1)}, "the optimizer has its own learning rate"),
+        ({"lr": 0.1, "optimizer": lambda rate: rate}, "has to return an optimizer"),
+        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, r"\.gradient_transformation\(\)"),
+        ({"optimizer": nnx.Optimizer(Net(), optax.sgd(0.1), wrt=nnx.Param)}, r"its \.tx"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], said: str) -> None:

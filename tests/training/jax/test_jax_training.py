@@ -123,11 +123,6 @@ def test_a_batch_that_is_no_number_can_be_left_out() -> None:
         fit(Net(), (X, y), 1, batch_size=8)
 
 
-def test_a_batch_without_a_count_is_named() -> None:
-    with pytest.raises(LossIsNotANumber, match=r"mh\.LossSum.*the count of this batch may be 0: give at least 1"):
-        fit(Net(), vectors(), loss=lambda output, target: mh.LossSum(output.sum() * 0, 0))
-
-
 def test_steps_in_flight_are_few_where_threads_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, most in (("8", 2), ("2", 1)):
         monkeypatch.setenv("NPROC", given)
@@ -208,19 +203,6 @@ def test_a_mesh_that_the_caller_has_set() -> None:
 def test_devices_of_several_kinds() -> None:
     with pytest.raises(BadSettings, match=r"several kinds \(cpu, gpu\)"):
         World([SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"optimizer": lambda rate: rate}, "has to return an optimizer"),
-        ({"optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, r"\.gradient_transformation\(\)"),
-        ({"optimizer": nnx.Optimizer(Net(), optax.sgd(0.1), wrt=nnx.Param)}, r"its \.tx"),
-    ],
-)
-def test_options_that_mean_nothing_here(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadSettings, match=said):
-        fit(Net(), vectors(), 2, **options)
 
 
 @pytest.mark.parametrize("value", [None, 0.5, {"loss": 1.0}, mh.LossSum(np.ones(2), 2)])

@@ -77,13 +77,10 @@ def test_labels_out_of_range(label: int, numpy_like: bool) -> None:
     X, y = vectors()
     y[5] = label
     with replicas.numpy_like(numpy_like):
-        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
-            fit(mlp(), (X, y))
-        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
-            fit(mlp(), (vectors(), (X, y)), 2)
         loader = gluon.data.DataLoader(gluon.data.ArrayDataset(X, y.astype(np.float32)), batch_size=16)
-        with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
-            fit(mlp(), loader, 2)
+        for data, devices in (((X, y), 1), ((vectors(), (X, y)), 2), (loader, 2)):
+            with pytest.raises(BadLabels, match=f"the model has {CLASSES} outputs"):
+                fit(mlp(), data, devices)
 
 
 def test_a_loss_that_is_no_mean() -> None:

@@ -1,4 +1,4 @@
-"""Stopped at any moment and resumed, a job is the same; on another number of devices too."""
+"""Stopped at any moment and resumed, a job is the same; on another number of devices: the contract suite."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ pytest.importorskip("mxnet.ndarray", reason="MXNet is not installed")
 import mxnet as mx
 import numpy as np
 from gluon_cases import fit, mlp, rows, same, vectors
-from mxnet import gluon
 from mxnet.gluon import nn
 from safetensors.numpy import load
+from support import as_if_killed
 
-from manyhands.cli.parity import largest_difference
 from manyhands.training.checkpoints import store, tensors
 from manyhands.training.checkpoints.run_folder import RunFolder
 from manyhands.training.mxnet import replicas
@@ -37,14 +36,6 @@ def with_dropout(devices: int, run: Path | None, optimizer: Any = "adam", **opti
     if isinstance(optimizer, str):
         given.setdefault("lr", 0.01)
     return fit(mlp(dropout=0.5, norm=True), (vectors(96), vectors(20)), devices, **given)
-
-
-def as_if_killed(run: Path, step: int) -> Path:
-    """A copy of a run's folder as a kill soon after that step would have left it; rows may be ahead of it."""
-    copied = run.with_name(f"{run.name}-killed-{step}")
-    shutil.copytree(run, copied)
-    store.drop_after(copied / "checkpoints", step)
-    return copied
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -71,26 +62,6 @@ def test_the_state_of_optimizers(tmp_path: Path, optimizer: str) -> None:
     assert len(arrays) == 6 * (2 if optimizer == "nadam" else 1)
 
 
-def test_resumed_on_another_number_of_devices(tmp_path: Path) -> None:
-    def train(run: Path | None, devices: int, **options: Any) -> Any:
-        given = {
-            "optimizer": "adam",
-            "checkpoints": Checkpoints(every=4 if run else None, keep=100),
-            "run": run,
-            **options,
-        }
-        return fit(mlp(), (vectors(96), vectors(20)), devices, **given)
-
-    expected, result = train(None, 1)
-    train(tmp_path / "run", 3)
-    killed = as_if_killed(tmp_path / "run", 4)
-    assert store.load(killed / "checkpoints").state["cursor"]["sample"] == 64
-    weights, resumed = train(killed, 2, resume="auto")
-    assert largest_difference(weights, expected) <= 1e-12
-    assert [row["samples"] for row in resumed.rows] == [96, 96]
-    assert resumed.rows[0]["train_loss"] == pytest.approx(result.rows[0]["train_loss"], rel=1e-12)
-
-
 def test_convolutions(tmp_path: Path) -> None:
     """oneDNN lays their weights out anew in a forward pass, as in the trial on a few samples before the job begins."""
     generator = np.random.default_rng(0)
@@ -107,22 +78,6 @@ def test_convolutions(tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "whole", 2)
     train(tmp_path / "run", 1)
     assert same(train(tmp_path / "run", 2, resume="auto")[0], whole)
-
-
-def test_a_loader_that_shuffles_by_itself(tmp_path: Path) -> None:
-    """Its order is the same when the job is resumed in its second epoch, and the program's own numbers stay."""
-    dataset = gluon.data.ArrayDataset(*vectors(96))
-
-    def train(run: Path, **options: Any) -> Any:
-        np.random.seed(len(options))
-        loader = gluon.data.DataLoader(dataset, batch_size=16, shuffle=True)
-        done = fit(mlp(), loader, 2, run=run, checkpoints=Checkpoints(every=4, keep=100), **options)
-        assert np.random.rand() == np.random.RandomState(len(options)).rand()
-        return done
-
-    whole, _ = train(tmp_path / "whole")
-    for step in (4, 8):
-        assert same(train(as_if_killed(tmp_path / "whole", step), resume="auto")[0], whole)
 
 
 def test_a_checkpoint_without_an_optimizer_begins_with_a_fresh_one(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from manyhands.book.tensorflow import initialise
+from manyhands.book.tensorflow import Module, initialise
 from manyhands.cli import parity
 from manyhands.training.loss.own_step import LossSum
 from manyhands.training.options import Step
@@ -39,6 +39,14 @@ def mlp(*middle: Any, dtype: str = "float64") -> Any:
         return initialise(keras.Sequential([layers.Input((6,)), *hidden, layers.Dense(CLASSES)]), 3)
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+class Book(Module):
+    """A model of the book's; its loss is the default one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
 
 
 def mixed() -> Any:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from keras_cases import fit, mlp, unequal, vectors
+from keras_cases import Book, fit, mlp, unequal, vectors
 
-from manyhands.book.tensorflow import Module
 from manyhands.errors import BadBatch, BadLabels, BadSettings, BadShares, NotATensor
 from manyhands.training.options import Step
 
@@ -26,7 +25,6 @@ def _decay() -> Any:
         ({"optimizer": 3}, BadSettings, "function of the learning rate"),
         ({"optimizer": keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)}, BadSettings, "accumulate"),
         ({"loss": "mean_square"}, BadSettings, "mean_squared_error"),
-        ({"batch_size": 2}, BadSettings, "at least 3"),
         ({"step": Step(shares=[1, 2])}, BadShares, "3 devices"),
         ({"loss": lambda y_true, y_pred: tf.reduce_sum(y_pred)}, BadSettings, "mean over the samples"),
         ({"schedule": _decay()}, BadSettings, "give it to the optimizer"),
@@ -51,15 +49,7 @@ def test_labels_that_the_model_has_no_output_for() -> None:
     with pytest.raises(BadLabels, match="float32, and class numbers are whole"):
         fit(mlp(), (X, y.astype(np.float32)))
     with pytest.raises(BadLabels, match="from 0 to 7"):
-        fit(Own(), (X, np.where(y == 2, 7, y)))
-
-
-class Own(Module):
-    """Its loss is the default one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
+        fit(Book(), (X, np.where(y == 2, 7, y)))
 
 
 @pytest.mark.parametrize("columns", [1, 2])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from keras_cases import CLASSES, images, mlp, tensors, vectors
+from keras_cases import CLASSES, Book, images, mlp, tensors, vectors
 
 from manyhands import tensorflow as mh
 from manyhands.cli import parity
@@ -152,16 +152,12 @@ def test_sample_weights_need_a_loss_that_takes_them() -> None:
     plain, weighed = (fit(mlp(), data, 1).rows[1]["train_loss"] for data in ((X, y), (X, y, weight)))
     assert plain == pytest.approx(weighed, rel=1e-12), "the default loss takes them"
 
-    class Book(mh.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
+    class Own(Book):
         def loss(self, y_hat: Any, y: Any) -> Any:
             return tf.reduce_mean(y_hat)
 
-    with pytest.raises(BadBatch, match="the loss of Book takes no weights of samples"):
-        fit(Book(), (X, y, weight))
+    with pytest.raises(BadBatch, match="the loss of Own takes no weights of samples"):
+        fit(Own(), (X, y, weight))
     with pytest.raises(BadSettings, match="one number per sample"):
         fit(mlp(), (X, y, weight), loss=lambda y_true, y_pred: tf.reduce_mean(y_pred))
     with pytest.raises(BadBatch, match="5 parts, but Sequential takes 1 input"):
@@ -194,11 +190,7 @@ def test_several_outputs_need_a_loss() -> None:
     ],
 )
 def test_what_a_step_has_to_return(value: Any, words: str) -> None:
-    class Net(mh.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
+    class Net(Book):
         def training_step(self, batch: Any) -> Any:
             return value(super().training_step(batch))
 

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras_cases import CLASSES, fit, images, mlp, tensors, vectors
+from support import StopAt, Stopped
 
 from manyhands import tensorflow as mh
 from manyhands.book.tensorflow import Residual
@@ -71,16 +72,10 @@ def test_a_precision_is_asked_for_and_the_callers_model_stays_in_its_own() -> No
     assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
 
 
-def stops(done: float) -> float:
-    if done > 0.4:
-        raise InterruptedError
-    return 1.0
-
-
 def test_what_was_learned_comes_home_also_when_the_job_is_interrupted() -> None:
     model = mlp()
-    with pytest.raises(InterruptedError):
-        fit(model, vectors(48), 2, schedule=stops)
+    with pytest.raises(Stopped):
+        fit(model, vectors(48), 2, schedule=StopAt(3))
     assert not np.array_equal(mlp().get_weights()[0], model.get_weights()[0])
 
 

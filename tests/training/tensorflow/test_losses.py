@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from keras_cases import CLASSES, mlp, momentum, tensors, vectors
+from keras_cases import CLASSES, Book, mlp, momentum, tensors, vectors
 
 from manyhands import tensorflow as mh
 from manyhands.cli import parity
@@ -106,19 +106,25 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused_by_name(loss: Any, words
         mh.Trainer(1, quiet=True).fit(model, vectors(FEW))
 
 
-def test_masked_tokens_count_as_in_keras() -> None:
-    same_as_keras(tagger, *texts(), loss=sparse())
+def pinball(y_true: Any, y_pred: Any) -> Any:
+    error = y_true - y_pred
+    return tf.reduce_mean(tf.maximum(0.9 * error, -0.1 * error), axis=-1)
 
 
-def test_sample_weights_count_as_in_keras() -> None:
-    weight = np.random.RandomState(7).uniform(0, 2, FEW)
-    same_as_keras(mlp, *vectors(FEW), weight, loss=sparse(reduction="mean_with_sample_weight"))
+X, Y = vectors(FEW)
+WEIGHTS = np.random.RandomState(7).uniform(0, 2, FEW)
+AS_IN_KERAS: dict[str, tuple[Any, Any, Any]] = {
+    "masked tokens": (tagger, texts(), sparse()),
+    "weights of samples": (mlp, (X, Y, WEIGHTS), sparse(reduction="mean_with_sample_weight")),
+    "an ignored class": (mlp, (X, np.where(np.arange(FEW) % 8 < 5, Y, -1)), sparse(ignore_class=-1)),
+    "a function of one's own": (mlp, numbers(), pinball),
+}
 
 
-def test_an_ignored_class_counts_as_in_keras() -> None:
-    X, y = vectors(FEW)
-    y = np.where(np.arange(FEW) % 8 < 5, y, -1)
-    same_as_keras(mlp, X, y, loss=sparse(ignore_class=-1))
+@pytest.mark.parametrize("name", AS_IN_KERAS)
+def test_samples_count_as_in_keras(name: str) -> None:
+    make, data, loss = AS_IN_KERAS[name]
+    same_as_keras(make, *data, loss=loss)
 
 
 def test_losses_of_several_outputs_have_their_weights() -> None:
@@ -140,15 +146,6 @@ def test_losses_of_several_outputs_have_their_weights() -> None:
 # Losses of one's own
 
 
-def pinball(y_true: Any, y_pred: Any) -> Any:
-    error = y_true - y_pred
-    return tf.reduce_mean(tf.maximum(0.9 * error, -0.1 * error), axis=-1)
-
-
-def test_a_function_is_called_as_keras_calls_it() -> None:
-    same_as_keras(mlp, *numbers(), loss=pinball)
-
-
 def test_losses_by_name_by_class_and_of_ones_own() -> None:
     def trained(loss: Any) -> Any:
         model = mlp(dtype="float32")
@@ -163,19 +160,15 @@ def test_losses_by_name_by_class_and_of_ones_own() -> None:
     assert parity.largest_difference(trained(pinball), trained(Pinball())) < 1e-6
 
 
-class Book(mh.Module):
+class Entropy(Book):
     """The book's order of arguments, with a loss of Keras's within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
 
     def loss(self, y_hat: Any, y: Any) -> Any:
         return sparse()(y, y_hat)
 
 
 def test_a_model_that_uses_keras_losses_itself() -> None:
-    same(Book, vectors(FEW))
+    same(Entropy, vectors(FEW))
 
 
 def test_a_sum_and_its_count_are_exact() -> None:

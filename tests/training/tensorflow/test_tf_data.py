@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_cases import fit, mlp, vectors
+from support import StopAt, Stopped, same_rate
 
 from manyhands.training.options import Checkpoints
 from manyhands.training.tensorflow.dataset import repeatable
@@ -43,16 +44,6 @@ def test_the_order_of_an_epoch_does_not_depend_on_what_was_read_before() -> None
     assert isinstance(repeatable(numbers.batch(5), 0), tf.data.Dataset)
 
 
-class Interrupted(Exception):
-    pass
-
-
-def stops_in_second_epoch(done: float) -> float:
-    if done > 0.7:
-        raise Interrupted
-    return 1.0
-
-
 def shuffled(seed: int | None = None) -> Any:
     def doubled(x: Any, y: Any) -> Any:
         return 2 * x, y
@@ -63,10 +54,10 @@ def shuffled(seed: int | None = None) -> Any:
 def test_a_stopped_job_goes_on_at_the_very_batch(tmp_path: Path) -> None:
     how: dict[str, Any] = {"batch_size": None, "checkpoints": Checkpoints(every=2)}
     whole, stopped, resumed = mlp(), mlp(), mlp()
-    fit(whole, shuffled(), 2, run=tmp_path / "whole", schedule=lambda done: 1.0, **how)
-    with pytest.raises(Interrupted):
-        fit(stopped, shuffled(), 2, run=tmp_path / "run", schedule=stops_in_second_epoch, **how)
-    fit(resumed, shuffled(), 2, run=tmp_path / "run", resume="auto", schedule=lambda done: 1.0, **how)
+    fit(whole, shuffled(), 2, run=tmp_path / "whole", schedule=same_rate, **how)
+    with pytest.raises(Stopped):
+        fit(stopped, shuffled(), 2, run=tmp_path / "run", schedule=StopAt(12), **how)
+    fit(resumed, shuffled(), 2, run=tmp_path / "run", resume="auto", schedule=same_rate, **how)
     for one, other in zip(whole.get_weights(), resumed.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
 
