@@ -112,13 +112,6 @@ def test_outputs_of_several_devices_keep_their_structure_too() -> None:
     alone, together = quiet().predict(model, X), trainer.predict(model, X)
     assert torch.equal(together["first"], X[:, 0])
     torch.testing.assert_close(together["scores"], alone["scores"])
-    metrics = {"f1": torchmetrics.F1Score("binary"), "mae": lambda outputs, targets: (outputs - targets).abs().mean()}
-    net, data = Flat(4, 1), (X, Y.float())
-    how: dict[str, Any] = {"loss": "bce_with_logits", "metrics": metrics}
-    one = quiet(**how).evaluate(net, data)
-    two = quiet(devices=["cpu"], workers=Workers(per_device=2), **how).evaluate(net, data)
-    assert list(one) == ["loss", "f1", "mae"]
-    assert two == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,12 +40,8 @@ from manyhands.training.schedules import one_cycle
 CLOSE = 1e-12
 
 
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
+momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
 def check(model: Callable[[], nn.Module], data: Any, ranks: int = 2, **options: Any) -> None:
@@ -246,12 +243,8 @@ def test_a_dataset_is_arrays() -> None:
 def test_evaluation_counts_each_sample_once(count: int) -> None:
     for ranks in (1, 2):
         model = mlp()
-        _, result = fit(model, (vectors(20), vectors(count)), ranks, max_epochs=1, optimizer=stand_still)
+        _, result = fit(model, (vectors(20), vectors(count)), ranks, max_epochs=1, lr=0.0)
         X, y = vectors(count)
         answers = model.eval()(X).detach()
         assert result.rows[0]["val_acc"] == float((answers.argmax(1) == y).sum()) / count
         assert result.rows[0]["val_loss"] == pytest.approx(float(nn.functional.cross_entropy(answers, y)), rel=1e-12)
-
-
-def stand_still(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.0)

@@ -106,8 +106,7 @@ class Words(nn.Module):
         self.table = nn.Embedding(10, 3, sparse=True, dtype=torch.float64)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.table(words)
-        return scores
+        return self.table(words)
 
 
 def test_sparse_gradients() -> None:

@@ -44,8 +44,7 @@ def by_hand(make: Any, steps: int) -> list[float]:
     return rates
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("name", list(MAKERS))

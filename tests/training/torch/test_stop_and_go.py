@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +18,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import eventually
+from support import StopAt, Stopped, as_if_killed, eventually
 from training_cases import Harm, OneHot, SumsUp, fit, mean_output, mlp, one_hot, rows, same, vectors
 
 from manyhands import files
+from manyhands import torch as mh
 from manyhands.errors import CheckpointNotWritten, NoCheckpoint, WorkerFailed, WrongCheckpoint
 from manyhands.training import stopping
 from manyhands.training.checkpoints import store
@@ -40,14 +40,6 @@ momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 def with_dropout(ranks: int, run: Path, **options: Any) -> Any:
     given = {"run": run, "optimizer": momentum, "checkpoints": Checkpoints(every=1, keep=100), **options}
     return fit(mlp(dropout=0.5, norm=True), (vectors(96), vectors(20)), ranks, **given)
-
-
-def as_if_killed(run: Path, step: int) -> Path:
-    """A copy of a run's folder as a kill soon after that step would have left it; rows may be ahead of it."""
-    copied = run.with_name(f"killed-{step}")
-    shutil.copytree(run, copied)
-    store.drop_after(copied / "checkpoints", step)
-    return copied
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -151,25 +143,21 @@ def test_a_worker_that_hangs_is_named_with_its_stack() -> None:
     assert "__call__" in text
 
 
-def test_an_error_in_a_worker_shows_rank_and_traceback() -> None:
-    with pytest.raises(WorkerFailed, match=r"(?s)rank [01] \(cpu\).*Traceback.*sample 17 is spoilt"):
-        fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=mean_output)
-
-
 def prints(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     print("a word from the first rank")
     return output.mean()
 
 
-def test_workers_that_follow_are_forked_from_the_same_process(capfd: pytest.CaptureFixture[str]) -> None:
-    """They load nothing again; what the first rank prints goes where the caller prints now."""
+def test_workers_after_one_with_an_error_are_forked_from_the_same_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The error has rank and traceback; they load nothing again, and the first rank prints where the caller does."""
     fit(mlp(), vectors(), 2, max_epochs=1)
     before = fork_server._server
-    with pytest.raises(WorkerFailed):
+    with pytest.raises(WorkerFailed, match=r"(?s)rank [01] \(cpu\).*Traceback.*sample 17 is spoilt"):
         fit(SumsUp(COUNT), OneHot(COUNT, Harm("raise", 17)), 2, loss=mean_output)
     fit(SumsUp(COUNT), OneHot(COUNT), 2, loss=prints, max_epochs=1)
     assert "a word from the first rank" in capfd.readouterr().out
-    assert before is not None
     workers = pool.pool_for([torch.device("cpu")] * 2).workers
     assert {psutil.Process(worker.process.pid).ppid() for worker in workers} == {before.process.pid}
     assert fork_server.current(before.environment) is before
@@ -222,18 +210,9 @@ def test_an_interrupted_job_brings_its_weights_home(tmp_path: Path, ranks: int) 
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    options: Any = {"run": tmp_path / "run", "checkpoints": Checkpoints(every=7), "quiet": True, "precision": "fp64"}
-    trainer = Trainer(
-        10**6,
-        devices=["cpu"],
-        workers=Workers(per_device=ranks),
-        batch_size=4,
-        loss=mean_output,
-        optimizer=optimizer,
-        **options,
-    )
+    how: Any = {"max_epochs": 10**6, "batch_size": 4, "loss": mean_output, "optimizer": optimizer}
     with pytest.raises(KeyboardInterrupt) as caught:
-        trainer.fit(net, one_hot(COUNT))
+        fit(net, one_hot(COUNT), ranks, **how, run=tmp_path / "run", checkpoints=Checkpoints(every=7))
     seen = net.seen.detach().round()
     assert float(seen.sum()) >= 7 * 4
     assert float(seen.max() - seen.min()) <= 1
@@ -268,9 +247,6 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     fit(mlp(), vectors(), 1, run=run, max_epochs=1)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("weights of another model", {"model": mlp(norm=True)}),
-        ("batch_size=16", {"batch_size": 8}),
-        ("seed=0", {"seed": 1}),
-        ("90 samples, this one has 91", {"data": vectors(91)}),
         ("shuffled", {"data": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*vectors()), batch_size=16)}),
         ("optimizer SGD", {"optimizer": torch.optim.AdamW}),
     ]
@@ -310,3 +286,50 @@ def test_a_sampler_with_a_generator_of_its_own(tmp_path: Path) -> None:
     Trainer(2, limits=Limits(max_steps=6), **how).fit(mlp(), loader())
     with pytest.raises(WrongCheckpoint, match=r"the batches before it.*generator=.*leave it out"):
         Trainer(2, resume="auto", **how).fit(mlp(), loader())
+
+
+# Evaluations within an epoch: callbacks and loggers see them, and a killed job continues to the same end
+
+
+def trained(run: Path, killed_at: int | None = None) -> tuple[torch.nn.Module, mh.Result, mh.BestCheckpoint]:
+    """Three epochs of six steps, evaluated after every second one; a checkpoint after every third."""
+    model, best = mlp(), mh.BestCheckpoint("val_loss", save_top_k=2)
+    trainer = mh.Trainer(
+        3,
+        batch_size=15,
+        lr=0.5,
+        quiet=True,
+        run=run,
+        resume="auto",
+        schedule=StopAt(killed_at),
+        checkpoints=mh.Checkpoints(every=3),
+        limits=mh.Limits(evaluate_every="2 steps"),
+        callbacks=[best, mh.EMA(0.5), mh.EarlyStopping("val_loss", patience=100)],
+        loggers=[mh.loggers.CSVLogger(every=5)],
+    )
+    return model, trainer.fit(model, vectors(), vectors(40)), best
+
+
+def tables(run: Path) -> list[Any]:
+    """Both tables without the column that is the time."""
+    found = [
+        [line.split(",") for line in (run / f"{name}.csv").read_text().splitlines()] for name in ("metrics", "steps")
+    ]
+    place = found[0][0].index("seconds")
+    return [[row[:place] + row[place + 1 :] for row in found[0]], found[1]]
+
+
+@pytest.mark.parametrize("killed_at", [7, 12])
+def test_a_killed_job_keeps_the_same_best_checkpoints(tmp_path: Path, killed_at: int) -> None:
+    whole, result, best = trained(tmp_path / "whole")
+    run = tmp_path / "killed"
+    with pytest.raises(Stopped):
+        trained(run, killed_at)
+    model, again, best_again = trained(run)
+    assert same(whole.state_dict(), model.state_dict())
+    assert [row["val_loss"] for row in again.rows] == [row["val_loss"] for row in result.rows]
+    assert len(again.rows) == 9
+    assert {path.name: value for path, value in best_again.best.items()} == {p.name: v for p, v in best.best.items()}
+    assert sorted(path.name for path in (run / "best").iterdir()) == sorted(path.name for path in best.best)
+    assert tables(run) == tables(tmp_path / "whole")
+    assert [row[1] for row in tables(run)[0][1:]] == [str(step) for step in range(2, 19, 2)]

@@ -103,19 +103,6 @@ class Contrastive(nn.Module):
         return similarity(first, second)
 
 
-def test_a_training_step_asks_for_the_whole_batch() -> None:
-    alone, _ = fit(Contrastive(False), doubled(), batch_size=11, max_epochs=2)
-    same, _ = fit(Contrastive(True), doubled(), batch_size=11, max_epochs=2)
-    assert difference(alone, same) == 0
-    for ranks in (2, 3):
-        weights, _ = fit(Contrastive(True), doubled(), ranks, batch_size=11, max_epochs=2)
-        assert difference(alone, weights) < 1e-11
-    with pytest.raises(BadSettings, match=r"mh\.whole_batch"):
-        fit(Contrastive(False), doubled(), 2, batch_size=11, max_epochs=1)
-    with pytest.raises(BadSettings, match="accumulate=1"):
-        fit(Contrastive(True), doubled(), batch_size=11, max_epochs=1, step=Step(accumulate=2))
-
-
 class HalfGathered(Contrastive):
     """Gathers one of two: each device compares other pairs."""
 
@@ -124,9 +111,18 @@ class HalfGathered(Contrastive):
         return similarity(first, second) + mh.whole_batch(first).square().mean()
 
 
-def test_a_step_that_gathers_too_little_is_refused() -> None:
-    with pytest.raises(BadSettings, match=r"mh\.whole_batch"):
-        fit(HalfGathered(True), doubled(), 2, batch_size=11, max_epochs=1)
+def test_a_training_step_asks_for_the_whole_batch() -> None:
+    alone, _ = fit(Contrastive(False), doubled(), batch_size=11, max_epochs=2)
+    same, _ = fit(Contrastive(True), doubled(), batch_size=11, max_epochs=2)
+    assert difference(alone, same) == 0
+    for ranks in (2, 3):
+        weights, _ = fit(Contrastive(True), doubled(), ranks, batch_size=11, max_epochs=2)
+        assert difference(alone, weights) < 1e-11
+    for too_little in (Contrastive(False), HalfGathered(True)):
+        with pytest.raises(BadSettings, match=r"mh\.whole_batch"):
+            fit(too_little, doubled(), 2, batch_size=11, max_epochs=1)
+    with pytest.raises(BadSettings, match="accumulate=1"):
+        fit(Contrastive(True), doubled(), batch_size=11, max_epochs=1, step=Step(accumulate=2))
 
 
 class Centred(nn.Module):

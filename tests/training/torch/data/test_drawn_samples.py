@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import as_if_killed
 from torch.utils.data import DataLoader, Subset, get_worker_info
 from training_cases import Rows, difference, fit, mlp, same
 
-from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints
 from manyhands.training.torch.data.feed import ahead
 from manyhands.training.torch.data.sources import Samples, source
@@ -61,9 +60,7 @@ def test_resumed_within_an_epoch_to_the_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoints": Checkpoints(every=1, keep=20), "dropout": 0.5}
     whole, _ = train(run=tmp_path / "whole", **options)
     for step in (2, 8):
-        killed = tmp_path / f"killed-{step}"
-        shutil.copytree(tmp_path / "whole", killed)
-        store.drop_after(killed / "checkpoints", step)
+        killed = as_if_killed(tmp_path / "whole", step)
         assert same(whole, train(run=killed, resume="auto", **options)[0])
 
 

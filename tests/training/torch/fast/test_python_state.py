@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import mlp, vectors
 
 from manyhands.training.torch.fast import python_state
+from manyhands.training.torch.fast.python_state import unread
 from manyhands.training.torch.step.running_sums import RunningSums
 from manyhands.training.torch.step.update import StepUndo
 
@@ -73,3 +74,35 @@ def test_steps_that_may_be_taken_back_are_counted_on_the_gpu() -> None:
     assert optimizer.param_groups[0]["capturable"] is False
     StepUndo(net, optimizer, torch.device("cuda", 1), []).prepare()
     assert optimizer.param_groups[0]["capturable"] is True
+
+
+# Values that notice being read, and can be used like the value itself
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda n: n + 1, lambda n: 1 + n, lambda n: n % 2, lambda n: 3 - n, lambda n: n == 2, lambda n: n < 5,
+        lambda n: bool(n), lambda n: f"{n:03d}", lambda n: str(n), lambda n: [5, 6, 7, 8][n], lambda n: range(n),
+        lambda n: torch.zeros(n), lambda n: torch.arange(8)[n], lambda n: torch.ones(4)[:n], lambda n: {2: 1}.get(n),
+        lambda n: int(n), lambda n: float(n), lambda n: n.bit_length(), lambda n: torch.ones(2) * n,
+    ],
+)  # fmt: skip
+def test_a_number_that_is_read(read: Any) -> None:
+    lines: list[str] = []
+    result = read(unread(2, lines.append))
+    expected = read(2)
+    assert torch.equal(result, expected) if isinstance(expected, torch.Tensor) else result == expected
+    assert lines[0].startswith("test_python_state.py:")
+
+
+def test_a_number_and_a_text_that_are_passed_on() -> None:
+    lines: list[str] = []
+    number, name = unread(2, lines.append), unread("images/7.png", lines.append)
+    kept = {"number": number, "list": [number]}
+    assert isinstance(kept["number"], int)
+    assert isinstance(name, str)
+    assert not lines
+    assert name.endswith(".png")
+    assert "7" in name
+    assert len(lines) == 2

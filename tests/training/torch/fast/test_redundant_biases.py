@@ -11,7 +11,7 @@ import pytest
 import torch
 from captured_cases import assert_as_plain
 from lanes_cases import NoLanes
-from redundant_biases_cases import X, Y, loss_of, names, redundant_names, searched
+from test_biases_that_stay import X, Y, loss_of, names, redundant_names, searched
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -43,8 +43,7 @@ class Net(nn.Module):
         x = functional.relu(self.norm(self.first(x)), inplace=True)
         x = functional.relu(self.norm2(self.second(x)) + self.around(x))
         x = self.norm4(self.line(self.norm3(self.up(x)).relu().flatten(2))).tanh()
-        scores: torch.Tensor = self.out(self.norm5(self.hidden(x.mean(2))).relu())
-        return scores
+        return self.out(self.norm5(self.hidden(x.mean(2))).relu())
 
 
 def trained(
@@ -72,7 +71,6 @@ def both(make: Callable[[], nn.Module], forward: Any = loss_of, **options: Any) 
     """The same net trained plainly and with its redundant biases left out."""
     plain, other = make(), make()
     redundant = searched(other)
-    assert redundant is not None
     other.load_state_dict(plain.state_dict())  # the search was a step, with statistics
     trained(plain, None)
     trained(other, redundant, forward, **options)
@@ -109,7 +107,6 @@ def test_of_a_resnet_all_but_those_around_the_blocks(name: str) -> None:
     redundant = searched(net, lambda net: net(X).sum())
     expected = [key for key, one in net.named_modules() if isinstance(one, nn.Conv2d) and not key.endswith("conv3")]
     assert names(net, redundant) == expected
-    assert redundant is not None
     assert redundant.explain() == f"biases left out because a BatchNorm cancels them: {len(expected)}"
 
 
@@ -141,7 +138,6 @@ def test_a_compiled_step() -> None:
 def test_beside_side_lanes() -> None:
     net, step_lanes = Net(), StepLanes(NoLanes())
     redundant = searched(net)
-    assert redundant is not None
     gradients: list[list[Any]] = []
     for around in (contextlib.nullcontext(), step_lanes.during_backward(6, compiled=False)):
         net.zero_grad(set_to_none=True)
@@ -189,7 +185,6 @@ def test_an_error_puts_everything_back() -> None:
     with pytest.raises(ValueError, match="for a test"):
         searched(net, broken)
     redundant = searched(net)
-    assert redundant is not None
     with redundant.left_out():
         assert "forward" in vars(net.first)
     with pytest.raises(ValueError, match="for a test"), redundant.left_out():
@@ -209,12 +204,10 @@ def test_zeros_stay_zeros() -> None:
     """Clipping by a norm that is no number writes into gradients; the next step begins with zeros again."""
     net = Net()
     redundant = searched(net)
-    assert redundant is not None
     gradients = LocalGradients(torch.optim.SGD(net.parameters(), lr=0.1))
     for _ in range(2):
         gradients.begin()
         gradients.set_zero(redundant.learned)
-        assert net.first.bias.grad is not None
         assert not net.first.bias.grad.any()
         net.first.bias.grad.fill_(torch.nan)
 

@@ -58,7 +58,5 @@ def test_several_devices_share_a_batch() -> None:
 def test_micro_batches_and_what_is_refused() -> None:
     trainer, net = mh.Trainer(devices=["cpu"], lr=0.1, batch_size=64, precision="fp32"), torch.nn.Linear(4, 2)
     assert trainer.find_batch_size(net, data(200), of="micro_batch", maximum=16) == 16
-    with pytest.raises(BadSettings, match="a loader has its own batches"):
-        trainer.find_batch_size(net, lambda: iter([data(4)]))
     with pytest.raises(BadSettings, match="on a CPU, where no error says that memory is full: give maximum="):
         trainer.find_batch_size(net, data(8))

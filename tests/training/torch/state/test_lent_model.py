@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from captured_cases import capturing
+from support import as_if_killed
 from torch import nn
 from training_cases import CLASSES, WithOptimizer, convnet, difference, fit, images, mlp, same, vectors
 
 from manyhands import torch as mh
 from manyhands.errors import BadSettings
 from manyhands.training.callbacks.callback import Training
-from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints, Step
 
 
@@ -42,6 +42,14 @@ class Shrink(mh.Callback):
         model[1].running_mean.zero_()
         torch.rand(3)
         model(images(4)[0])
+
+
+class Act(mh.Callback):
+    def __init__(self, act: Callable[[Any], Any]) -> None:
+        self.act = act
+
+    def on_model(self, training: Training, model: Any) -> None:
+        self.act(model)
 
 
 def frozen() -> nn.Sequential:
@@ -97,12 +105,9 @@ def test_values_reach_all_ranks_and_a_forward_pass_changes_nothing() -> None:
     assert one.sizes == pytest.approx(two.sizes, rel=1e-12)
     assert alone["0.weight"].norm() == pytest.approx(one.sizes[-1] / 2)
 
-    class Look(mh.Callback):
-        def on_model(self, training: Training, model: Any) -> None:
-            model(torch.rand(4, 6, dtype=torch.float64))
-
+    look = Act(lambda model: model(torch.rand(4, 6, dtype=torch.float64)))
     for ranks in (1, 2):
-        net, _ = fit(mlp(dropout=0.5, norm=True), vectors(), ranks, callbacks=[Look()])
+        net, _ = fit(mlp(dropout=0.5, norm=True), vectors(), ranks, callbacks=[look])
         assert same(net, fit(mlp(dropout=0.5, norm=True), vectors(), ranks)[0])
 
 
@@ -139,10 +144,7 @@ def test_a_resumed_job_trains_the_same_parameters(ranks: int, tmp_path: Path) ->
     options: dict[str, Any] = {**ADAMW, "callbacks": [Unfreeze()], "checkpoints": Checkpoints(every=1, keep=99)}
     whole, _ = fit(frozen(), vectors(), ranks, run=tmp_path / "whole", **options)
     for step in (6, 8):  # at the end of the first epoch, and within the second
-        run = tmp_path / f"killed-{step}"
-        shutil.copytree(tmp_path / "whole", run)
-        store.drop_after(run / "checkpoints", step)
-        net = frozen()
+        net, run = frozen(), as_if_killed(tmp_path / "whole", step)
         resumed, _ = fit(net, vectors(), ranks, run=run, resume="auto", **options)
         assert same(whole, resumed), step
         assert [parameter.requires_grad for parameter in net.parameters()] == [True, True, False, False]
@@ -179,31 +181,17 @@ class Part(WithOptimizer):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-class UnfreezeAll(mh.Callback):
-    def on_model(self, training: Training, model: Any) -> None:
-        model.requires_grad_(True)
-
-
-class Replace(mh.Callback):
-    def on_model(self, training: Training, model: Any) -> None:
-        model[0] = nn.Linear(6, 8).double()
-
-
-class FreezeAll(mh.Callback):
-    def on_model(self, training: Training, model: Any) -> None:
-        model.requires_grad_(False)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_cannot_be_trained_is_refused(ranks: int) -> None:
     net = Part()
     net.net[0].requires_grad_(False)
     with pytest.raises(BadSettings, match=r"requires_grad of net\.0\.weight.*give the optimizer all parameters"):
-        fit(net, vectors(), ranks, callbacks=[UnfreezeAll()])
+        fit(net, vectors(), ranks, callbacks=[Act(lambda model: model.requires_grad_(True))])
     with pytest.raises(BadSettings, match="no parameters that could be trained"):
-        fit(mlp(), vectors(), ranks, callbacks=[FreezeAll()])
+        fit(mlp(), vectors(), ranks, callbacks=[Act(lambda model: model.requires_grad_(False))])
+    replace = Act(lambda model: model.__setitem__(0, nn.Linear(6, 8).double()))
     with pytest.raises(BadSettings, match=r"on_model replaced.*write new values into it"):
-        fit(mlp(), vectors(), ranks, callbacks=[Replace()])
+        fit(mlp(), vectors(), ranks, callbacks=[replace])
 
 
 def test_sharded_parameters_are_nowhere_whole() -> None:
@@ -211,15 +199,13 @@ def test_sharded_parameters_are_nowhere_whole() -> None:
         fit(mlp(), vectors(), 2, optimizer="sgd", callbacks=[Unfreeze()], step=Step(shard=True))
 
 
-class Elsewhere(mh.Callback):
+def elsewhere(model: Any) -> None:
     """Gives a weight other memory."""
-
-    def on_model(self, training: Training, model: Any) -> None:
-        model[0].weight.data = model[0].weight.data.clone()
+    model[0].weight.data = model[0].weight.data.clone()
 
 
 @pytest.mark.parametrize(
-    ("callback", "net", "graphs"), [(Unfreeze, frozen, 3), (Shrink, convnet, 2), (Elsewhere, mlp, 4)]
+    ("callback", "net", "graphs"), [(Unfreeze, frozen, 3), (Shrink, convnet, 2), (lambda: Act(elsewhere), mlp, 4)]
 )
 def test_steps_are_captured_anew_where_a_graph_would_be_wrong(callback: Any, net: Any, graphs: int) -> None:
     data = (images(), images(12)) if net is convnet else (vectors(), vectors(12))

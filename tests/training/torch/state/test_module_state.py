@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import as_if_killed
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from training_cases import Rows, fit, mlp, vectors
 
-from manyhands.training.checkpoints import store
 from manyhands.training.options import Checkpoints, Step
 from manyhands.training.torch.state import module_state
 
@@ -81,9 +80,7 @@ def test_a_resumed_job_is_the_same_job(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoints": Checkpoints(every=1, keep=20)}
     whole, resumed = Annealed(), Annealed()
     fit(whole, vectors(48), run=tmp_path / "whole", **options)
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    store.drop_after(tmp_path / "killed" / "checkpoints", 4)
-    fit(resumed, vectors(48), run=tmp_path / "killed", resume="auto", **options)
+    fit(resumed, vectors(48), run=as_if_killed(tmp_path / "whole", 4), resume="auto", **options)
     assert held(whole) == held(resumed)
     assert torch.equal(whole.layer.weight, resumed.layer.weight)
 

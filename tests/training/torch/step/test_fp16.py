@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return X.float(), y
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-HALF: dict[str, Any] = {"precision": "fp16", "optimizer": adam}
+HALF: dict[str, Any] = {"precision": "fp16", "optimizer": partial(torch.optim.Adam, lr=0.01)}
 
 
 def test_half_precision_trains_as_full_precision_does() -> None:

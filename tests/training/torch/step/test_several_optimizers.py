@@ -168,31 +168,22 @@ class Twice(nn.Module):
             optimizers[0].minimize((self.net(batch[0]) - target).square().mean())
 
 
-def test_one_optimizer_may_make_several_updates_of_a_batch() -> None:
-    net, order = Twice(), torch.from_numpy(epoch_order(0, 0, 90))
-    optimizer = net.configure_optimizers()
-    for samples in order.split(30):
-        for target in (1.0, -1.0):
-            optimizer.zero_grad()
-            (net.net(data()[0][samples]) - target).square().mean().backward()
-            optimizer.step()
-    assert difference(net.state_dict(), fit_gan(Twice(), data(), 1, batch_size=30, max_epochs=1)[0]) <= CLOSE
-
-
-def test_a_second_update_sees_the_weights_of_the_first_in_half_precision() -> None:
-    """Autocast keeps its casts of weights; they have changed when the second loss is computed."""
-    X = data()[0].float()
-    trained, by_hand = Twice().float(), Twice().float()
-    mh.Trainer(max_epochs=1, devices="cpu", batch_size=30, precision="bf16", quiet=True).fit(trained, (X,))
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_several_updates_of_a_batch_see_the_weights_of_those_before(precision: Any) -> None:
+    """Also where autocast keeps its casts of weights: they have changed when the second loss is computed."""
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    X, trained, by_hand = data()[0].to(dtype), Twice().to(dtype), Twice().to(dtype)
+    mh.Trainer(max_epochs=1, devices="cpu", batch_size=30, precision=precision, quiet=True).fit(trained, (X,))
     optimizer = by_hand.configure_optimizers()
     for samples in torch.from_numpy(epoch_order(0, 0, 90)).split(30):
         for target in (1.0, -1.0):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 loss = (by_hand.net(X[samples]) - target).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    torch.testing.assert_close(trained.state_dict(), by_hand.state_dict(), rtol=1e-6, atol=1e-6)
+    close = CLOSE if precision == "fp64" else 1e-6
+    torch.testing.assert_close(trained.state_dict(), by_hand.state_dict(), rtol=close, atol=close)
 
 
 def test_its_updates_are_those_of_one_device_on_two_ranks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import as_if_killed
 from torch import nn
-from training_cases import difference, fit, mlp, rows, same, vectors
+from training_cases import WithNet, difference, fit, mlp, rows, same, vectors
 
 from manyhands.errors import ResultsDiffer
 from manyhands.training.checkpoints import store
@@ -67,11 +67,8 @@ def test_a_resumed_job_draws_what_it_would_have_drawn(ranks: int, tmp_path: Path
     """Dropout, too, which draws other numbers on every rank."""
     how: dict[str, Any] = {"optimizer": langevin, "checkpoints": Checkpoints(every=1, keep=99)}
     weights, result = fit(mlp(dropout=0.5), vectors(), ranks, run=tmp_path / "whole", **how)
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    for number in range(8, 99):
-        shutil.rmtree(tmp_path / "killed" / "checkpoints" / f"step-{number:08}", ignore_errors=True)
-    assert store.load(tmp_path / "killed" / "checkpoints").state["cursor"]["step"] == 7
-    again, resumed = fit(mlp(dropout=0.5), vectors(), ranks, run=tmp_path / "killed", resume="auto", **how)
+    killed = as_if_killed(tmp_path / "whole", 7)
+    again, resumed = fit(mlp(dropout=0.5), vectors(), ranks, run=killed, resume="auto", **how)
     assert same(weights, again)
     assert rows(result) == rows(resumed)
 
@@ -87,17 +84,13 @@ def test_two_updates_of_a_batch_draw_other_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Drifting(nn.Module):
+class Drifting(WithNet):
     """The weight moves by something that each process knows alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.net[2].bias.data[0] += os.getpid() * 1e-15
-        return self.net(X)  # type: ignore[no-any-return]
+        return super().forward(X)  # type: ignore[no-any-return]
 
 
 def test_replicas_that_drift_stop_the_job(tmp_path: Path) -> None:
