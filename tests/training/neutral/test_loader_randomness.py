@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from manyhands.training.data.loader_batches import OwnRandomStream, draw_within
-from manyhands.training.data.order import Cursor, Window
-from manyhands.training.data.sources import Stream
 
 
 def draws() -> Iterator[float]:
@@ -42,21 +40,3 @@ def test_an_error_leaves_the_programs_numbers_alone() -> None:
     with pytest.raises(KeyError):
         list(draw_within(OwnRandomStream(5), fails()))
     assert np.random.rand() == np.random.RandomState(1).rand()
-
-
-class Shuffles:
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        order = np.random.permutation(8)
-        return iter([(order[:4], order[:4]), (order[4:], order[4:])])
-
-
-def test_a_stream_that_shuffles_is_gone_through_again_in_the_same_order() -> None:
-    stream = Stream(Shuffles())
-    whole = list(stream.windows(Cursor(), seed=3))
-    second = Cursor().after(whole[0][0])
-    assert _samples(stream.windows(second, seed=3)) == _samples(whole)[1:]
-    assert _samples(stream.windows(Cursor(), seed=4)) != _samples(whole)
-
-
-def _samples(windows: Iterable[tuple[Window, tuple[np.ndarray, ...]]]) -> list[list[int]]:
-    return [X.tolist() for _, (X, _) in windows]

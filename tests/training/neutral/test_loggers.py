@@ -157,7 +157,6 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         steps(dispatcher, 2, 0.5)
         row(dispatcher, 4, train_loss=0.25)
         states = dispatcher.event({"kind": "states", "asks": True})
-    assert states is not None
     assert states["states"]["WandbLogger"]["id"]
     assert wandb.run is None
     assert list((tmp_path / "wandb").glob("offline-run-*"))
@@ -171,7 +170,6 @@ def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         steps(dispatcher, 2, 0.5)
         row(dispatcher, 4, train_loss=0.25)
         states = dispatcher.event({"kind": "states", "asks": True})
-    assert states is not None
     client = mlflow.MlflowClient(tracking_uri=where)
     run = client.get_run(states["states"]["MLflowLogger"]["id"])
     assert run.data.metrics == {"step/train_loss": 0.5, "epoch": 1.0, "train_loss": 0.25}

@@ -25,6 +25,7 @@ from manyhands.training.options import Checkpoints, Limits, Settings, Step, Work
         (Step, {"on_nan": "ignore"}, r"Step\(on_nan='ignore'\): choose one of stop, continue"),
         (Step, {"optimize": False}, r"Step\(optimize=False\): choose one of auto, off, max"),
         (Step, {"accumulate": 2, "batch_stats": "global"}, "batch_stats='global' .* accumulate=2 .* choose one"),
+        (Step, {"accumulate": 2, "micro_batch_size": 5}, "accumulate=2 .* micro_batch_size=5 .* choose one"),
         (Step, {"shares": "evenly"}, "shares='evenly': give one number per device, 'measured', or None"),
         (Checkpoints, {"every": 0}, r"Checkpoints\(every=0\): give a whole number of at least 1"),
         (Checkpoints, {"every": 1.5}, r"Checkpoints\(every=1\.5\): give a whole number"),

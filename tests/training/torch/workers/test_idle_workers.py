@@ -1,4 +1,4 @@
-"""Workers that wait for the next job, or for a callback in the caller. Under torchrun: ranks/test_torchrun.py."""
+"""Workers that wait for the next job, or for a callback in the caller. Under torchrun: ranks/test_launchers.py."""
 
 from __future__ import annotations
 

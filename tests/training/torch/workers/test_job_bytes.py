@@ -38,8 +38,6 @@ class Net(torch.nn.Module):
 def loaded(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module that is loaded by its path, as programs do it with plugins and configurations."""
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)

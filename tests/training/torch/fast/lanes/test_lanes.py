@@ -75,7 +75,6 @@ def test_what_runs_on_side_lanes() -> None:
 
 def test_the_schedule_has_the_chain_on_the_main_lane() -> None:
     side = backward("lenet")
-    assert side.schedule is not None
     check(side.schedule)
     names = [[side.schedule.graph.tasks[task].name for task in lane] for lane in side.schedule.per_lane()]
     assert "threshold_backward" in names[0]
@@ -89,7 +88,6 @@ def test_the_schedule_has_the_chain_on_the_main_lane() -> None:
 def test_no_wait_is_superfluous_and_none_is_missing(name: str, max_held: int | None) -> None:
     """Take out any one wait of a side lane, or of the join: the checker objects."""
     made = backward(name, max_held=max_held).schedule
-    assert made is not None
     needed = 0
     for task, others in made.waits.items():
         for other in others:
@@ -105,14 +103,12 @@ def test_no_wait_is_superfluous_and_none_is_missing(name: str, max_held: int | N
 
 def test_what_follows_goes_to_the_gradients_lane() -> None:
     made = backward("autocast").schedule
-    assert made is not None
     casts = [i for i, task in enumerate(made.graph.tasks) if task.name == "_to_copy"]
     assert [made.lane_of[task] for task in casts].count(0) < len(casts) / 2
 
 
 def test_gradients_are_taken_over_and_not_copied() -> None:
     made = backward("resnet-18").schedule
-    assert made is not None
     assert "clone" not in {task.name for task in made.graph.tasks}
 
 
@@ -167,7 +163,6 @@ def test_the_main_lane_waits_before_it_writes_what_a_side_lane_reads() -> None:
     with SideLanes(NoLanes(), 1) as side:
         loss.backward()
     made = side.schedule
-    assert made is not None
     writer = next(number for number, task in enumerate(made.graph.tasks) if task.name == "mul_")
     assert made.lane_of[writer] == 0
     assert made.waits[writer]
