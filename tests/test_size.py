@@ -30,7 +30,7 @@ CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (4_985, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (39_045, 37_000)  # without the auditor's corpus
+TEST_LINES = (37_590, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:
