@@ -1,8 +1,9 @@
 """Drawings of the site that need no framework: ``python docs/pictures/charts.py [NAME ...]``.
 
-``nets.svg`` shows the figures of docs/how/measurements.md, ``forecasts.svg`` those that ``benchmarks/forecast.py``
-computes; ``batch.svg``, ``layers.svg`` and ``which.svg`` explain. All follow the reader's light or dark mode. Those on
-the first pages also have a form for phones, ``nets-phone.svg``, where their letters would be too small.
+``loader.svg`` and ``nets.svg`` show figures of docs/how/measurements.md, ``forecasts.svg`` those that
+``benchmarks/forecast.py`` computes; ``batch.svg``, ``layers.svg`` and ``which.svg`` explain. All follow the reader's
+light or dark mode. Those on the first pages also have a form for phones, ``nets-phone.svg``, where their letters would
+be too small.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ NETS = {
     "ConvNeXt-tiny": (6.10, 4.91),
     "Swin-T": (12.3, 6.88),
 }
+# Milliseconds a step from a DataLoader: manyhands, and its rivals.
+LOADER = {
+    "ResNet-18": (3.011, {"compiled graph": 3.585, "CUDA graph": 5.171, "Accelerate": 10.06, "Lightning": 10.344}),
+    "ResNet-50": (19.157, {"compiled graph": 21.221, "CUDA graph": 29.744, "Accelerate": 30.974, "Lightning": 30.696}),
+    "GPT-2": (12.457, {"CUDA graph": 13.016, "Accelerate": 28.676, "Lightning": 30.655}),
+    "U-Net": (1.856, {"compiled graph": 1.582, "CUDA graph": 1.772, "Accelerate": 8.32, "Lightning": 9.143}),
+}
 FLOORS = (
     ("cli", "the command: one module per subcommand"),
     ("torch · jax · tensorflow · mxnet", "the modules that users import"),
@@ -90,6 +98,36 @@ def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     arrow = '<marker id="arrow" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
     arrow += '<path d="M1 1 L7 4 L1 7" class="line"/></marker>'
     return "\n".join([head, f"<title>{escape(title)}</title><style>{STYLE}</style>{arrow}", *parts, "</svg>\n"])
+
+
+def loader(left: int = 200, scale: int = 90) -> str:
+    """How many times as long as manyhands each rival takes for a step from a loader."""
+    row, top, gap = 22, 54, 14
+    bottom = top + sum(row * len(rivals) + gap for _, rivals in LOADER.values())
+
+    def parts() -> Iterator[str]:
+        yield text(14, 24, "From a DataLoader: times as long as manyhands", "bold")
+        for tick in range(6):
+            x = left + tick * scale
+            yield line(x, top - 8, x, bottom - gap, "line" if tick == 1 else "grid")
+            yield text(x, top - 12, f"{tick}", "soft", "middle")
+        y = top
+        for net, (ours, rivals) in LOADER.items():
+            yield text(14, y + 14, net, "bold")
+            for rival, taken in rivals.items():
+                ratio = taken / ours
+                yield text(left - 8, y + 14, rival, "end")
+                yield rect(left, y + 2, ratio * scale, row - 5, "bar" if ratio >= 1 else "less")
+                yield text(left + ratio * scale + 6, y + 14, f"{ratio:.2f}", "soft")
+                y += row
+            y += gap
+        yield text(14, bottom + 14, "Orange: the rival wins.", "soft")
+
+    return svg(left + 5 * scale + 60, bottom + 26, "Steps from a DataLoader: rivals beside manyhands", parts())
+
+
+def loader_phone() -> str:
+    return loader(190, 26)
 
 
 def nets(left: int = 190, scale: int = 240) -> str:
@@ -228,7 +266,7 @@ def which_phone() -> str:
     return svg(360, 66 * len(QUESTIONS), "Which tool do I need?", parts())
 
 
-CHARTS = (nets, nets_phone, forecasts, batch, batch_phone, layers, which, which_phone)
+CHARTS = (loader, loader_phone, nets, nets_phone, forecasts, batch, batch_phone, layers, which, which_phone)
 MAKERS = {make.__name__.replace("_", "-"): make for make in CHARTS}
 
 if __name__ == "__main__":
