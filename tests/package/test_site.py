@@ -83,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server(ThreadingHTTPServer):
     """Serves the site, and gets what a browser finds."""
 
-    found: dict[str, list[str]]
+    found: dict[str, Any]
 
     def __init__(self, folder: Path) -> None:
         self.arrived = threading.Event()
@@ -115,30 +115,65 @@ def server(site: Path) -> Iterator[Server]:
         server.shutdown()
 
 
-def test_pages_look_right(site: Path, server: Server, tmp_path: Path) -> None:
+def answer_of(url: str, server: Server, profile: Path) -> Any:
+    """What a page sends back when Chromium opens it."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("needs Chromium (apt-get install chromium)")
-    left_out = {site / "404.html", *(site / "reports").iterdir()}  # reports are pages of their own
-    pages = sorted(path.relative_to(site).as_posix() for path in {*site.rglob("*.html")} - left_out)
-    (site / "look.html").write_text(LOOK.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS)))
+    server.arrived.clear()
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1600,1000", "--remote-debugging-port=0"]
-    url = f"http://127.0.0.1:{server.server_port}/look.html"
     quiet = subprocess.DEVNULL
     with subprocess.Popen(
-        [browser, *options, f"--user-data-dir={tmp_path}", url], stdout=quiet, stderr=quiet
+        [browser, *options, f"--user-data-dir={profile}", url], stdout=quiet, stderr=quiet
     ) as process:
         try:
             assert server.arrived.wait(400), "the browser did not answer"
         finally:
             process.kill()
+    return server.found
+
+
+def test_pages_look_right(site: Path, server: Server, tmp_path: Path) -> None:
+    left_out = {site / "404.html", *(site / "reports").iterdir()}  # reports are pages of their own
+    pages = sorted(path.relative_to(site).as_posix() for path in {*site.rglob("*.html")} - left_out)
+    (site / "look.html").write_text(LOOK.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS)))
+    found = answer_of(f"http://127.0.0.1:{server.server_port}/look.html", server, tmp_path)
     (site / "look.html").unlink()
-    shown = "\n".join(f"{where}: {'; '.join(wrong)}" for where, wrong in server.found.items())
-    assert not server.found, f"\n{shown}"
+    shown = "\n".join(f"{where}: {'; '.join(wrong)}" for where, wrong in found.items())
+    assert not found, f"\n{shown}"
 
 
-def test_search_works_from_files(site: Path) -> None:
-    assert "search_index.js" in (site / "index.html").read_text() or (site / "search" / "search_index.js").exists()
+SEARCH = """<script>
+(async () => {
+  const toggle = document.getElementById("__search");
+  const query = document.querySelector("[data-md-component=search-query]");
+  const results = () => document.querySelectorAll(".md-search-result__item").length;
+  toggle.checked = true;
+  toggle.dispatchEvent(new Event("change", { bubbles: true }));
+  query.value = "accumulate";
+  query.focus();
+  query.dispatchEvent(new Event("keyup", { bubbles: true }));
+  for (let turn = 0; turn < 300 && !results(); turn++) await new Promise((done) => setTimeout(done, 100));
+  const visible = query.getClientRects().length > 0;
+  await fetch("FOUND", { method: "POST", mode: "no-cors", body: JSON.stringify({ visible, results: results() }) });
+})();
+</script>"""
+
+
+def test_search_works_from_files(site: Path, server: Server, tmp_path: Path) -> None:
+    probe = site / "guides" / "probe.html"
+    script = SEARCH.replace("FOUND", f"http://127.0.0.1:{server.server_port}/found")
+    probe.write_text((site / "guides" / "train.html").read_text().replace("</body>", f"{script}</body>"))
+    found = answer_of(probe.as_uri(), server, tmp_path)
+    probe.unlink()
+    assert found["visible"]
+    assert found["results"] > 3
+
+
+def test_nothing_is_loaded_from_the_network(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="https?://[^"]*"', path.read_text())
+        assert not [tag for tag in loaded if "canonical" not in tag], path.name
 
 
 def test_pictures_follow_the_dark_mode(site: Path) -> None:
