@@ -147,12 +147,12 @@ def compare(rows: list[str], problem: Problem) -> tuple[list[dict[str, Any]], li
 
 
 def weak_rivals(measured: list[dict[str, Any]]) -> list[str]:
-    """The rows that are slower than their own weaker form, in words: they may be broken."""
+    """The rows that are not faster than their own weaker form, in words: they may be broken."""
     seconds = {row["row"]: row["seconds"] for row in measured}
     return [
-        f"{row}: slower than {weaker}, its own weaker form: look at it before you quote it"
+        f"{row}: no faster than {weaker}, its own weaker form: look at it before you quote it"
         for row, weaker in peers.WEAKER.items()
-        if row in seconds and weaker in seconds and seconds[row] > 1.02 * seconds[weaker]
+        if row in seconds and weaker in seconds and seconds[row] > 0.98 * seconds[weaker]
     ]
 
 

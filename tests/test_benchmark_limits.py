@@ -32,6 +32,14 @@ def test_rows_without_eager_or_without_a_way_are_left_out() -> None:
     assert against_eager(rows, ["ours", "reuse"]) == {"chains, ours": 1.5}
 
 
+def test_a_rival_that_gains_nothing_by_its_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FILE.parent))
+    weak_rivals = runpy.run_path(str(FILE.parent / "training.py"))["weak_rivals"]
+    rows = [{"row": "graph", "seconds": 1.166}, {"row": "graph-compiled", "seconds": 1.162}]
+    assert [words.split(":")[0] for words in weak_rivals(rows)] == ["graph-compiled"]
+    assert not weak_rivals([rows[0], {"row": "graph-compiled", "seconds": 0.803}])
+
+
 def _names_of(source: Path) -> set[str]:
     """What a module defines or imports at its top level."""
     names: set[str] = set()
