@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -126,12 +126,13 @@ class Times(dict[str, list[float]]):
             ratios = ratios[1:-1]
         return Comparison(ratio, ratios[0], ratios[-1])
 
-    def table(self, to: str, title: str = "") -> Table:
-        """Each method, its median time with the range, and how many times as fast as ``to`` it is."""
+    def table(self, to: str, title: str = "", parts: Collection[str] = ()) -> Table:
+        """Each method, its median time with the range, and how many times as fast as ``to`` it is; not so its parts."""
         rows = []
         for name, spent in self.items():
             ends = f"{seconds(min(spent))} to {seconds(max(spent))}"
-            rows.append((name, seconds(self.median(name)), ends, f"{self.median(to) / self.median(name):.2f}"))
+            ratio = "" if name in parts else f"{self.median(to) / self.median(name):.2f}"
+            rows.append((name, seconds(self.median(name)), ends, ratio))
         return Table(("method", "median", "range", f"times as fast as {to}"), rows, title)
 
     def bars(self, title: str, bounds: Mapping[str, float] | None = None) -> Plot:
@@ -139,9 +140,11 @@ class Times(dict[str, list[float]]):
         series = Series("time", list(self), [self.median(name) for name in self], list(self.values()))
         return Plot("bar", title, [series], bounds=bounds or {})
 
-    def shown(self, title: str, to: str, bounds: Mapping[str, float] | None = None) -> tuple[Table, Plot]:
+    def shown(
+        self, title: str, to: str, bounds: Mapping[str, float] | None = None, parts: Collection[str] = ()
+    ) -> tuple[Table, Plot]:
         """The table and the bars, under one title."""
-        return self.table(to, title), self.bars(title, bounds)
+        return self.table(to, title, parts), self.bars(title, bounds)
 
 
 class Sweep(dict[Any, Times]):

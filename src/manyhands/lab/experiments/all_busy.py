@@ -41,9 +41,9 @@ def run(bench: Bench) -> Answer:
     shared = "Here the device and the bus are the host's too: three kinds of work share its cores and its memory."
     return Answer.of(
         conclusion,
-        *times.shown("CPU, device and bus", _IN_TURN, {f"the longest alone ({longest})": bound}),
+        *times.shown("CPU, device and bus", _IN_TURN, {f"the longest alone ({longest})": bound}, list(times)[:3]),
         Plot("timeline", "All three at once", spans=spans),
-        *copies.shown("Products on the device, results to the host", _THEN),
+        *copies.shown("Products on the device, results to the host", _THEN, parts=list(copies)[:2]),
         notes=[shared] if bench.virtual else [],
     )
 

@@ -67,7 +67,7 @@ def run(bench: Bench) -> Answer:
     compared = f"Both at once {gain}, compared with one after the other."
     return Answer.of(
         f"{compared} {sweep.in_words(_TWO, _ONE, most=2)}",
-        *times.shown(title, _IN_TURN, {"the slower device alone": times.median(slower)}),
+        *times.shown(title, _IN_TURN, {"the slower device alone": times.median(slower)}, list(times)[:2]),
         Plot("timeline", f"{title}: when each works", spans=shown),
         *sweep.shown("Two products on one device and on two", "size", "rows and columns", gain=_TWO, to=_ONE),
     )
