@@ -28,12 +28,13 @@ class Result:
     steps: int = 0
 
     @property
-    def test_accuracy(self) -> float:
+    def val_acc(self) -> float:
+        """Of the last epoch; NaN where there were no validation data, or no classes."""
         accuracy = self.rows[-1].get("val_acc") if self.rows else None
         return math.nan if accuracy is None else float(accuracy)
 
     @property
-    def validation_loss(self) -> float:
+    def val_loss(self) -> float:
         """Of the last epoch; NaN where there were no validation data."""
         loss = self.rows[-1].get("val_loss") if self.rows else None
         return math.nan if loss is None else float(loss)

@@ -156,8 +156,8 @@ result = mh.train(net, num_gpus=2, batch_size=256, lr=0.3, num_epochs=1)
 assert result.devices == ["virtual:0", "virtual:1"], result.devices
 assert net[0].weight.list_ctx() == [mh.cpu()]
 _, test = mh.load_data_fashion_mnist(256)
-assert abs(mh.evaluate_accuracy_gpus(net, test) - result.test_accuracy) < 1e-9
-assert abs(mh.evaluate_accuracy_gpus(net, test, mh.split_batch) - result.test_accuracy) < 1e-9
+assert abs(mh.evaluate_accuracy_gpus(net, test) - result.val_acc) < 1e-9
+assert abs(mh.evaluate_accuracy_gpus(net, test, mh.split_batch) - result.val_acc) < 1e-9
 
 # The book's loop by hand, on every device.
 trainer = mh.Trainer(1, num_gpus=2)
