@@ -17,12 +17,12 @@ FOLDERS = {
     "book": (1_555, 1_200),
     "cli": (1_580, 1_400),
     "forecast": (1_605, 1_500),
-    "lab": (1_825, 1_600),
+    "lab": (1_827, 1_600),
     "parallel": (1_820, 1_900),
     "placement": (700, 900),
     "schedule": (1_380, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (25_040, 21_000),
+    "training": (25_050, 21_000),
     "words and modules": (1_465, 1_400),
 }
 FILES = (320, 320)  # of Python
@@ -30,7 +30,7 @@ CUDA = (980, 980)  # lines
 # Capture and runs of PyTorch: its backend without what stands apart.
 ENGINE = (4_985, 5_000)
 APART = ("devices.py", "virtual", "cuda_stand_in", "kernels")
-TEST_LINES = (37_590, 37_000)  # without the auditor's corpus
+TEST_LINES = (37_640, 37_000)  # without the auditor's corpus
 
 
 def lines(paths: list[Path]) -> int:

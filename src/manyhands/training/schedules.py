@@ -7,6 +7,7 @@ rates itself, after every step (:class:`PerStep`) or every epoch (:class:`PerEpo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,36 +49,35 @@ class by_step:
             raise BadSettings(f"by_step({self.function!r}): give a function of the step, as lambda step: 0.999**step")
 
 
-@dataclass(frozen=True)
 class _Scheduler:
-    make: Any
-
-    def __post_init__(self) -> None:
-        if not callable(self.make) and not hasattr(self.make, "optimizer"):
+    def __init__(self, make: Any, **arguments: Any) -> None:
+        if not callable(make) and not hasattr(make, "optimizer"):
+            name = type(self).__name__
             raise BadSettings(
-                f"{type(self).__name__}({self.make!r}): give a function from an optimizer to a scheduler, as "
-                "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=100), or a scheduler object"
+                f"{name}({make!r}): give a scheduler's class with its arguments, as mh.{name}(StepLR, step_size=100), "
+                "a function from an optimizer to a scheduler, or a scheduler object"
             )
+        self.make: Any = functools.partial(make, **arguments) if arguments else make
 
 
-@dataclass(frozen=True)
 class PerStep(_Scheduler):
-    """A scheduler of PyTorch's that is stepped after every step: ``Trainer(schedule=mh.PerStep(make))``.
+    """A scheduler of PyTorch's that is stepped after every step: ``schedule=mh.PerStep(StepLR, step_size=100)``.
 
-    ``make`` is a function from an optimizer to a scheduler, as ``functools.partial(StepLR, step_size=100)``, or a
-    scheduler object over the optimizer that the trainer is given.
+    Its class with arguments, a function from an optimizer to a scheduler, or a scheduler object over the optimizer that
+    the trainer is given.
     """
 
 
-@dataclass(frozen=True)
 class PerEpoch(_Scheduler):
-    """A scheduler of PyTorch's that is stepped at the end of every epoch: ``Trainer(schedule=mh.PerEpoch(make))``.
+    """A scheduler of PyTorch's that is stepped after every epoch: ``schedule=mh.PerEpoch(StepLR, step_size=3)``.
 
-    ``make`` is as in :class:`PerStep`. ``ReduceLROnPlateau`` is stepped with the metric ``monitor`` instead, whenever
-    there is a new one: after each evaluation, or for ``train_loss`` with each row.
+    What is given is as in :class:`PerStep`. ``ReduceLROnPlateau`` is stepped with the metric ``monitor`` instead,
+    whenever there is a new one: after each evaluation, or for ``train_loss`` with each row.
     """
 
-    monitor: str = "val_loss"
+    def __init__(self, make: Any, monitor: str = "val_loss", **arguments: Any) -> None:
+        super().__init__(make, **arguments)
+        self.monitor = monitor
 
 
 _OF_RATES = ("keras.src.optimizers.schedules", "mxnet.lr_scheduler", "optax.")

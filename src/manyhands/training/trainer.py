@@ -78,7 +78,8 @@ class BaseTrainer(Evaluating):
         schedule: A function of how much of the training is done (0 to 1) that returns a factor of the learning rate,
             as ``mh.one_cycle``; ``mh.by_step(function)`` takes the number of the step instead. In PyTorch also a
             scheduler, its class, or a function that makes one from an optimizer. It is stepped after every epoch
-            (``OneCycleLR`` and ``CyclicLR`` after every step), or as ``mh.PerStep(...)`` or ``mh.PerEpoch(...)`` says.
+            (``OneCycleLR`` and ``CyclicLR`` after every step), or as ``mh.PerStep(StepLR, step_size=100)`` or
+            ``mh.PerEpoch(...)`` says.
             Default: None, a constant rate.
         precision: The number format of the layers: ``"fp32"``, ``"bf16"`` or in PyTorch ``"fp16"`` (weights stay
             float32; with fp16 the loss is scaled), ``"fp64"``. Default: ``"auto"``, decided by the hardware and the

@@ -134,6 +134,10 @@ def test_schedulers_as_they_are() -> None:
         _, as_it_is = fit(mlp(), vectors(), 1, **how, schedule=schedule)
         _, said = fit(mlp(), vectors(), 1, **how, schedule=kind(schedule))
         assert [row["lr"] for row in as_it_is.rows] == [row["lr"] for row in said.rows]
+    by_class = fit(mlp(), vectors(), 1, **how, schedule=mh.PerEpoch(lr_scheduler.ExponentialLR, gamma=0.5))[1]
+    halved = functools.partial(lr_scheduler.ExponentialLR, gamma=0.5)
+    by_function = fit(mlp(), vectors(), 1, **how, schedule=mh.PerEpoch(halved))[1]
+    assert [row["lr"] for row in by_class.rows] == [row["lr"] for row in by_function.rows]
     net = mlp()
     optimizer = sgd(net.parameters())
     fit(net, vectors(), 1, optimizer=optimizer, schedule=lr_scheduler.StepLR(optimizer, 1, 0.5), max_epochs=2, lr=None)
@@ -145,7 +149,9 @@ def test_schedulers_as_they_are() -> None:
 def test_what_is_no_schedule() -> None:
     with pytest.raises(BadSettings, match="a schedule is a function"):
         mh.Trainer(schedule=torch.optim.SGD)
-    with pytest.raises(BadSettings, match="give a function from an optimizer to a scheduler"):
+    with pytest.raises(BadSettings, match=r"'step_size': .*schedule=mh.PerEpoch\(StepLR, name=value\)"):
+        fit(mlp(), vectors(), 1, schedule=lr_scheduler.StepLR)
+    with pytest.raises(BadSettings, match=r"give a scheduler's class with its arguments, as mh.PerStep\(StepLR"):
         mh.PerStep(3)
     with pytest.raises(BadSettings, match="the function gave an int"):
         fit(mlp(), vectors(), 1, schedule=mh.PerStep(lambda optimizer: 3))

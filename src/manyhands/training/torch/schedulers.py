@@ -74,7 +74,13 @@ class Scheduler:
             part.optimizer = self.stand_in
 
     def _make(self, schedule: PerStep | PerEpoch) -> Any:
-        scheduler = schedule.make(self.stand_in)
+        try:
+            scheduler = schedule.make(self.stand_in)
+        except TypeError as error:
+            if not isinstance(schedule.make, type):
+                raise
+            given = f"mh.{type(schedule).__name__}({schedule.make.__name__}, name=value)"
+            raise BadSettings(f"{error}: give it with its arguments, as schedule={given}") from error
         if not isinstance(scheduler, LRScheduler):
             raise BadSettings(f"the function gave {type_in_words(scheduler)}: give one of torch.optim.lr_scheduler")
         return scheduler
