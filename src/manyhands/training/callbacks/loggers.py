@@ -20,6 +20,7 @@ from manyhands import files
 from manyhands.errors import BadSettings, PackageMissing
 from manyhands.training.callbacks.callback import Callback, Row, Training, Values
 
+__all__ = ["CSVLogger", "Logger", "MLflowLogger", "TensorBoardLogger", "WandbLogger"]
 _NOT_LOGGED = ("epoch", "step", "whole")  # of a row, as metrics
 
 
