@@ -1,8 +1,8 @@
 """Two states of this repository beside each other: other people's nets through `Trainer.fit`, in one run.
 
-    git worktree add /tmp/before 081a46d
-    python benchmarks/before_after.py /tmp/before                     the nets of training_nets.py that are named below
-    python benchmarks/before_after.py /tmp/before --nets gpt,resnet50 --tiny
+    git worktree add ../before 081a46d
+    python benchmarks/before_after.py ../before                     the nets of training_nets.py that are named below
+    python benchmarks/before_after.py ../before --nets gpt,resnet50 --tiny
 
 Each net is trained by the other checkout, and then by this one, with that checkout's own `benchmarks/training_nets.py`:
 same weights, data, order and seed. Every process loads its libraries while another one trains, and has the GPU for
