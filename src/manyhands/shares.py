@@ -72,13 +72,12 @@ def sizes(total: int, count: int, shares: Sequence[float] | None = None, *, leas
     """
     if shares is None:
         counts = [total // count + (device < total % count) for device in range(count)]
-        return counts if least <= 1 else _without_small(counts, least)
-    due = [part * total for part in check(shares, count)]
-    counts = [math.floor(part) for part in due]
-    left = total - sum(counts)
-    by_remainder = sorted(range(count), key=lambda i: (counts[i] - due[i], i))
-    for i in by_remainder[:left]:
-        counts[i] += 1
+    else:
+        due = [part * total for part in check(shares, count)]
+        counts = [math.floor(part) for part in due]
+        by_remainder = sorted(range(count), key=lambda i: (counts[i] - due[i], i))
+        for i in by_remainder[: total - sum(counts)]:
+            counts[i] += 1
     return counts if least <= 1 else _without_small(counts, least)
 
 
