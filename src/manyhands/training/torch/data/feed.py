@@ -93,16 +93,15 @@ def _take(
             numbers = numbers.pin_memory().to(world.device, non_blocking=True)
         return (source.take(numbers[start:stop]) for start, stop in parts)
     if isinstance(source, Arrays):
-        picked: Iterator[Batch] = (source.take(torch.from_numpy(order[start:stop])) for start, stop in parts)
-    else:
-        assert isinstance(source, Samples), "a stream has no order: see stream_shards"
-        # Worker processes send pageable memory: PyTorch pins what they sent in a thread of its own.
-        pin = world.device.type == "cuda" and source.workers > 0
-        first = windows[0] if windows else Window(0, 0, 0, 0)
-        seeds = {"seed": mixed_seed(seed, first.step, world.rank), "draws": mixed_seed(seed, first.epoch)}
-        divided = len(parts) > len(windows) or world.size > 1
-        picked = source.batches([order[start:stop] for start, stop in parts], **seeds, pin=pin, divided=divided)
-    return on_device(picked, world.device, read_ahead=isinstance(source, Samples) and source.workers > 0)
+        return on_device((source.take(torch.from_numpy(order[start:stop])) for start, stop in parts), world.device)
+    assert isinstance(source, Samples), "a stream has no order: see stream_shards"
+    # Worker processes send pageable memory: PyTorch pins what they sent in a thread of its own.
+    pin = world.device.type == "cuda" and source.workers > 0
+    first = windows[0] if windows else Window(0, 0, 0, 0)
+    seeds = {"seed": mixed_seed(seed, first.step, world.rank), "draws": mixed_seed(seed, first.epoch)}
+    divided = len(parts) > len(windows) or world.size > 1
+    picked = source.batches([order[start:stop] for start, stop in parts], **seeds, pin=pin, divided=divided)
+    return on_device(picked, world.device, read_ahead=pin)
 
 
 def stream_windows(source: Stream, cursor: Cursor, *, seed: int = 0) -> Iterator[tuple[Window, Batch]]:

@@ -31,7 +31,7 @@ from manyhands.training.data.sources import check_lengths, check_numbers, is_lis
 from manyhands.training.torch.data.batches import Batch, check_asked, cut, rows_or_none
 from manyhands.training.torch.data.dict_batches import Named
 from manyhands.training.torch.state import randomness
-from manyhands.training.torch.state.randomness import DrawnSamples, draws_nothing, start_worker
+from manyhands.training.torch.state.randomness import DrawnSamples, draws_nothing
 
 _KINDS = "(X, y) tensors or arrays, a Dataset, or a DataLoader"
 Prepare = Callable[[Batch], Batch]
@@ -178,7 +178,7 @@ class Samples:
             collate_fn=self.collate,
             num_workers=self.workers,
             pin_memory=pin,
-            worker_init_fn=functools.partial(start_worker, self.start_worker) if self.workers else None,
+            worker_init_fn=functools.partial(_start_worker, self.start_worker) if self.workers else None,
             # Without it the loader would draw from the numbers that dropout uses, and a resumed job once more.
             generator=torch.Generator().manual_seed(seed),
             **(self.options if self.workers else {}),
@@ -312,6 +312,26 @@ def _gives_each_once(loader: DataLoader[Any]) -> bool:
     else:
         plain = type(sampler) is SequentialSampler
     return plain and loader.batch_size is not None
+
+
+def _start_worker(function: Callable[[int], None] | None, number: int) -> None:
+    """Start a worker process of a loader: the user's function sees the dataset that the user has.
+
+    Batches are handed over by the names of their files in shared memory. To pass file descriptors, as PyTorch does on
+    Linux, takes the host twice as long, and a program that keeps batches runs out of them.
+    """
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        torch.empty(1).share_memory_()
+    except RuntimeError:  # the program that cleans up cannot be started
+        torch.multiprocessing.set_sharing_strategy(before)
+    if function is None:
+        return
+    information: Any = torch.utils.data.get_worker_info()
+    if isinstance(information.dataset, DrawnSamples):
+        object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
+    function(number)
 
 
 def _collate(collate: Callable[[list[Any]], Any], seed: int, samples: list[Any]) -> Any:

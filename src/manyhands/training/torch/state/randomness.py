@@ -19,12 +19,12 @@ import contextlib
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from manyhands.training.data.loader_batches import OwnRandomStream as HostStream
 from manyhands.training.data.loader_batches import preserve_host_random_state
@@ -165,23 +165,3 @@ def _mix(seed: int, number: int) -> int:
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
     return (word ^ (word >> 31)) >> 1
-
-
-def start_worker(function: Callable[[int], None] | None, number: int) -> None:
-    """Start a worker process of a loader: the user's function sees the dataset that the user has.
-
-    Batches are handed over by the names of their files in shared memory. To pass file descriptors, as PyTorch does on
-    Linux, takes the host twice as long, and a program that keeps batches runs out of them.
-    """
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        torch.empty(1).share_memory_()
-    except RuntimeError:  # the program that cleans up cannot be started
-        torch.multiprocessing.set_sharing_strategy(before)
-    if function is None:
-        return
-    information: Any = get_worker_info()
-    if isinstance(information.dataset, DrawnSamples):
-        object.__setattr__(information, "dataset", information.dataset.dataset)  # it refuses to be changed otherwise
-    function(number)
