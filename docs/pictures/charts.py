@@ -53,7 +53,7 @@ NETS = {
 LOADER = {
     "ResNet-18": (3.011, {"compiled graph": 3.585, "CUDA graph": 5.171, "Accelerate": 10.06, "Lightning": 10.344}),
     "ResNet-50": (19.157, {"compiled graph": 21.221, "CUDA graph": 29.744, "Accelerate": 30.974, "Lightning": 30.696}),
-    "GPT-2": (12.457, {"CUDA graph": 13.016, "Accelerate": 28.676, "Lightning": 30.655}),
+    "GPT-2": (12.625, {"CUDA graph": 13.137}),
     "U-Net": (1.856, {"compiled graph": 1.582, "CUDA graph": 1.772, "Accelerate": 8.32, "Lightning": 9.143}),
 }
 FLOORS = (
