@@ -105,7 +105,7 @@ examples: $(VENVS)/torch/.ready
 test-examples: $(VENVS)/torch/.ready
 	$(TORCH)/pytest tests/examples
 
-# The contract suite, and what is each framework's own, with the devices that are there; again with virtual ones what needs some.
+# The contract suite, and what is each framework's own, with the devices that are there; then on virtual devices what needs several.
 test-torch: test-core test-gpu test-audit-torch test-examples
 $(addprefix test-,$(FRAMEWORKS)): test-%: test-backends-% test-virtual-%
 

@@ -22,8 +22,8 @@ FOLDERS = {
     "placement": (700, 900),
     "schedule": (1_380, 1_400),
     "tasks": (1_000, 1_000),
-    "training": (25_050, 21_000),
-    "words and modules": (1_465, 1_400),
+    "training": (25_046, 21_000),
+    "words and modules": (1_464, 1_400),
 }
 FILES = (320, 320)  # of Python
 CUDA = (980, 980)  # lines

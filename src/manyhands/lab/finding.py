@@ -127,7 +127,7 @@ class Times(dict[str, list[float]]):
         return Comparison(ratio, ratios[0], ratios[-1])
 
     def table(self, to: str, title: str = "", parts: Collection[str] = ()) -> Table:
-        """Each method, its median time with the range, and how many times as fast as ``to`` it is; not so its parts."""
+        """Each method, its median time with the range, and its speed beside ``to``; ``parts`` of the work have none."""
         rows = []
         for name, spent in self.items():
             ends = f"{seconds(min(spent))} to {seconds(max(spent))}"
